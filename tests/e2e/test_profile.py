@@ -10,6 +10,7 @@ import pytest
 from ortlaunch.run_folder.folder import read_json
 from tests.e2e.runs import TOY, TWO_RANKS, Train, ended_well, merged
 from tests.ort import needs_ort
+from tests.worker.training.test_profile import assert_nested
 
 
 @pytest.mark.slow
@@ -27,10 +28,11 @@ def test_two_ranks_on_ort(train: Train) -> None:
     assert sum(found["kinds"].values()) == pytest.approx(1)
     with gzip.open(run.folder / "trace.json.gz") as file:
         events = json.load(file)["traceEvents"]
+    assert_nested(events)
     nodes = {
         (event["name"], event["args"]["phase"], event["args"]["module"])
         for event in events
-        if "toys.py" in event["args"]["source"]
+        if "toys.py" in event["args"].get("source", "")
     }
     assert {
         ("Gemm", "forward", "layers.0"),

@@ -37,6 +37,8 @@ _PRODUCTS = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": (0, 1, 4),
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": (1, 2, 10),
 }
+# The track of ONNX Runtime's nodes, whose times are whole microseconds.
+ORT = "ONNX Runtime"
 _HERE = Path(__file__).parents[2]
 _LIBRARIES = (
     # Code that is generated at run time, such as torch.fx's.
@@ -70,6 +72,8 @@ class Span:
     kind: str = ""
     alone: int = 0
     """Nanoseconds in which no span inside it runs."""
+    track: str = ""
+    """The row of the timeline: its spans are apart or inside each other."""
 
 
 class LineMarks(TorchFunctionMode):
@@ -94,6 +98,9 @@ class LineMarks(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
+        # torch.profiler.record_function: a mark around its begin would end inside its span.
+        if getattr(func, "__name__", "").startswith("_record_function_"):
+            return func(*args, **(kwargs or {}))
         layer = line = ""
         frame: Any = sys._getframe(1)
         while frame and not (layer and line):
@@ -144,6 +151,7 @@ def torch_spans(events: Iterable[Any]) -> Iterator[Span]:
         span = Span(
             event.start_time_ns, event.end_time_ns, name, "", module, source,
             bytes=sum(sizes), sequence=event.extra_fields.sequence_number,
+            track=f"torch, thread {event.start_tid}",
         )  # fmt: skip
         if name in _PRODUCTS:
             first, second, each = _PRODUCTS[name]
@@ -241,7 +249,7 @@ def _node_span(start: int, event: Any, origins: Mapping[str, tuple[str, str]]) -
     ends = (each.start() for each in reversed([*re.finditer(r"[/_]|$", name)]))
     origin = next((origins[name[:end]] for end in ends if name[:end] in origins), ("", ""))
     args = event["args"]
-    span = Span(start, start + 1000 * event["dur"], args["op_name"], "", *origin)
+    span = Span(start, start + 1000 * event["dur"], args["op_name"], "", *origin, track=ORT)
     span.bytes = sum(
         int(args.get(f"{each}_size", 0)) for each in ("activation", "parameter", "output")
     )

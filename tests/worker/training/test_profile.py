@@ -136,6 +136,24 @@ def test_a_planted_cost_is_the_first_row(
     with gzip.open(run.trace) as file:
         events = json.load(file)["traceEvents"]
     assert operator in {event["name"] for event in events}
+    assert_nested(events)
+
+
+def assert_nested(events: list[dict[str, Any]]) -> None:
+    """Check that the events of a track are apart or inside each other, as Perfetto requires."""
+    tracks: dict[int, list[tuple[int, int]]] = {}
+    for event in (each for each in events if each["ph"] == "X"):
+        # In nanoseconds; the longest event of those that begin together is first.
+        start = round(event["ts"] * 1000)
+        tracks.setdefault(event["tid"], []).append((start, -start - round(event["dur"] * 1000)))
+    assert {event["tid"] for event in events if event["ph"] == "M"} == tracks.keys()
+    for spans in tracks.values():
+        ends: list[int] = []
+        for start, end in sorted(spans):
+            while ends and ends[-1] <= start:
+                ends.pop()
+            assert not ends or -end <= ends[-1]
+            ends.append(-end)
 
 
 def test_a_matmul_has_its_share_of_the_measured_rate(tmp_path: Path, alone: None) -> None:
