@@ -108,7 +108,9 @@ def measured(resolved: ResolvedRun, print_line: PrintLine) -> Choice:
     folder = new_folder(None, f"{resolved.file.recipe.name}-auto")
     print_line(f"engine auto: measuring once, in {folder}")
     try:
-        found = prepared(resolved, ENGINES[::-1], ())
+        # The steps to profile are the training's.
+        without = resolved.with_overrides("log.profile_steps=null")
+        found = prepared(without, ENGINES[::-1], ())
         report = measure(
             resolved, found, SHORT, folder, print_line, partial(_require_worth, resolved)
         )

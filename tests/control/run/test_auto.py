@@ -115,11 +115,13 @@ def test_a_changed_choice_is_forgotten(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_what_trains_is_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """The training uses the recipe that was measured, also if its file changes meanwhile."""
-    base = resolved(seed=1, train={"max_steps": 5})
+    base = resolved(seed=1, train={"max_steps": 5}, log={"profile_steps": [2, 3]})
     measured = rows(player("ort", [[2.0]]), player("inductor", [[1.0]]), player("eager", [[3.0]]))
 
     def measure(run: ResolvedRun, found: list[Variant], *_: Any) -> dict[str, Any]:
-        assert {each.resolved.file.recipe.seed for each in found if each.resolved} == {1}
+        recipes = [each.resolved.file.recipe for each in found if each.resolved]
+        # The measurement profiles no steps; the training does.
+        assert {(each.seed, each.log.profile_steps) for each in recipes} == {(1, None)}
         # As if the user edited the file while the bench runs.
         resolved(seed=2, train={"max_steps": 99})
         return {"variants": measured, "rounds": 3, "steps": 3}
@@ -130,6 +132,7 @@ def test_what_trains_is_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> No
     write_run(run, found.file.recipe, found.plan, found.choice)
     trained = load(run.recipe).recipe
     assert (trained.engine.name, trained.seed, trained.train.max_steps) == ("inductor", 1, 5)
+    assert trained.log.profile_steps == (2, 3)
     assert found.plan.batch == base.plan.batch
 
 
