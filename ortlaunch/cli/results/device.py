@@ -10,6 +10,7 @@ from ortlaunch.cli.hints import Verb, Verbs
 from ortlaunch.cli.options import Overrides
 from ortlaunch.cli.runs.status import RunFolder
 from ortlaunch.errors import InputError
+from ortlaunch.tasks import DeviceRequest
 
 app = typer.Typer(
     cls=Verbs,
@@ -52,7 +53,6 @@ def train(
 ) -> None:
     """Train a checkpoint on data.train, by ONNX Runtime alone; it continues after its last step."""
     from ortlaunch.commands import device
-    from ortlaunch.tasks import DeviceRequest
 
     request = DeviceRequest("train", str(artifacts), _text(checkpoint), _text(to), steps)
     raise typer.Exit(device.start(request, tuple(overrides or ())))
@@ -67,7 +67,6 @@ def evaluate(
     The result is in ARTIFACTS/evaluation.json.
     """
     from ortlaunch.commands import device
-    from ortlaunch.tasks import DeviceRequest
 
     request = DeviceRequest("evaluate", str(artifacts), _text(checkpoint))
     raise typer.Exit(device.start(request, tuple(overrides or ())))
@@ -81,7 +80,6 @@ def export(
 ) -> None:
     """Write a checkpoint as model.onnx for onnxruntime, compared with the evaluation graph."""
     from ortlaunch.commands import device
-    from ortlaunch.tasks import DeviceRequest
 
     raise typer.Exit(
         device.export(DeviceRequest("export", str(artifacts), _text(checkpoint), str(to)))
@@ -126,7 +124,6 @@ def average(
 ) -> None:
     """Average the weights of clients' checkpoints, each by its samples: federated averaging."""
     from ortlaunch.commands import device
-    from ortlaunch.tasks import DeviceRequest
 
     # The weights are parsed after Typer, for its lists are separate arguments, not W,W,...
     request = DeviceRequest(

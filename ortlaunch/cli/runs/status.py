@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+import ortlaunch
+
 
 def by_name(given: Path) -> Path:
     """Return the folder of a run that is given by name; a path is returned unchanged."""
@@ -42,10 +44,9 @@ def status(
 
     Exit status 0 in every state, 2 if there is no run; with --wait the run's own.
     """
-    from ortlaunch.api.runs import Run
     from ortlaunch.units import fitted
 
-    found = Run(run).wait(check=False) if wait else Run(run).status()
+    found = ortlaunch.Run(run).wait(check=False) if wait else ortlaunch.Run(run).status()
     text = found.to_json() if json else str(found)
     typer.echo(fitted(text) if sys.stdout.isatty() and not json else text)
     if wait:
@@ -57,9 +58,7 @@ def compare(first: RunFolder, second: RunFolder) -> None:
 
     Each line is FIELD: FIRST -> SECOND. `ortlaunch plan --diff` compares runs before they start.
     """
-    from ortlaunch.api.runs import Run
-
-    lines = Run(first).compare(Run(second))
+    lines = ortlaunch.Run(first).compare(ortlaunch.Run(second))
     typer.echo("\n".join(lines) if lines else f"{second} is the same as {first}")
 
 
@@ -72,9 +71,7 @@ def stop(
     Exit status 0 after its end (with --no-wait after the request), also if it had ended before; 1
     if it ended otherwise; 2 if there is no run, or none that can save.
     """
-    from ortlaunch.api.runs import Run
-
-    result = Run(run).stop(wait)
+    result = ortlaunch.Run(run).stop(wait)
     typer.echo(result.text)
     raise typer.Exit(result.exit_status)
 
@@ -85,9 +82,7 @@ def checkpoint(run: RunFolder) -> None:
     Exit status 0 after the checkpoint is complete; 1 if the run ended or could not save; 2 if there
     is no run that trains.
     """
-    from ortlaunch.api.runs import Run
-
-    folder = Run(run).checkpoint()
+    folder = ortlaunch.Run(run).checkpoint()
     typer.echo(f"saved after step {int(folder.name.removeprefix('step_'))}: {folder}")
 
 
@@ -97,9 +92,7 @@ def restart(run: RunFolder) -> None:
     Exit status 0 after the new start; 1 if the run ended; 2 if there is no run that trains, or its
     hosts are fixed.
     """
-    from ortlaunch.api.runs import Run
-
-    typer.echo(Run(run).restart())
+    typer.echo(ortlaunch.Run(run).restart())
 
 
 def cancel(run: RunFolder) -> None:
@@ -108,6 +101,4 @@ def cancel(run: RunFolder) -> None:
     Exit status 0 after its end, also if it had ended before; 1 if it does not end; 2 if there is no
     run, or this user cannot end it from this host.
     """
-    from ortlaunch.api.runs import Run
-
-    typer.echo(Run(run).cancel())
+    typer.echo(ortlaunch.Run(run).cancel())

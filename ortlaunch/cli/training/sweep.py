@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
+import ortlaunch
 from ortlaunch.cli.hints import Verb, Verbs
 from ortlaunch.cli.options import Overrides, RecipePath, with_launch_options
 from ortlaunch.output import go_on_unread
@@ -52,17 +53,13 @@ def run(
 @app.command(cls=Verb, short_help="Print a table of the trials.")
 def status(folder: Folder) -> None:
     """Print a table of the trials."""
-    from ortlaunch.api.sweeps import Sweep
-
-    typer.echo(Sweep(folder))
+    typer.echo(ortlaunch.Sweep(folder))
 
 
 @app.command(cls=Verb, short_help="Print the recipe of the best trial.")
 def best(folder: Folder) -> None:
     """Print the recipe of the best trial; with several metrics of each that no other one beats."""
-    from ortlaunch.api.sweeps import Sweep
-
-    found = Sweep(folder)
+    found = ortlaunch.Sweep(folder)
     typer.echo("".join(found.recipe(one.number).read_text() for one in found.best()), nl=False)
 
 
@@ -74,14 +71,10 @@ def report(
     ] = None,
 ) -> None:
     """Write one HTML page of the runs of all trials: curves, and what differs."""
-    from ortlaunch.api.sweeps import Sweep
-
-    typer.echo(Sweep(folder).report(to))
+    typer.echo(ortlaunch.Sweep(folder).report(to))
 
 
 @app.command(cls=Verb, short_help="Print all trials as JSON.")
 def export(folder: Folder) -> None:
     """Print all trials as JSON: fields, metrics, state, run folder."""
-    from ortlaunch.api.sweeps import Sweep
-
-    typer.echo(Sweep(folder).to_json())
+    typer.echo(ortlaunch.Sweep(folder).to_json())
