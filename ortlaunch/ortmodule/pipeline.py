@@ -13,8 +13,9 @@ import functools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
+import onnx
 import torch
 
 from ortlaunch.ortmodule.base import counters, custom_functions, gradients, patching
@@ -47,9 +48,6 @@ from ortlaunch.ortmodule.tracing import (
     grad_mode,
     tracing,
 )
-
-if TYPE_CHECKING:
-    import onnx
 
 Step = TypeVar("Step")
 Trace = AnyFunction

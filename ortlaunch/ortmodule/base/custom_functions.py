@@ -15,6 +15,8 @@ import types
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from torch.onnx import TensorProtoDataType as Kind
+
 from ortlaunch.ortmodule.base import torch_calls
 from ortlaunch.ortmodule.build import extensions
 
@@ -34,8 +36,6 @@ def keep_arguments() -> None:
 
 
 def _with_arguments(default_export: AnyFunction) -> AnyFunction:
-    from torch.onnx import TensorProtoDataType as Kind
-
     @functools.wraps(default_export)
     def export(g: Any, /, *given: Any, **other: object) -> Any:
         name, function, cconv, size, kinds, ranks, *args = given

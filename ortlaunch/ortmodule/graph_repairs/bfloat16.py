@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import onnx
+from onnx import TensorProto, helper
+
 from ortlaunch.ortmodule.base.counters import tally
 from ortlaunch.ortmodule.base.graph import replace_nodes
 from ortlaunch.ortmodule.base.patching import wrap_method
@@ -18,8 +21,6 @@ from ortlaunch.ortmodule.build import cuda_kernels
 from ortlaunch.ortmodule.torch_in_graph.torch_kernels import Rewriting
 
 if TYPE_CHECKING:
-    import onnx
-
     from ortlaunch.ortmodule.base.ort_types import AnyFunction, Manager
 
 # As cuda_kernels names types.
@@ -49,8 +50,6 @@ def correct_casts(model: onnx.ModelProto) -> None:
     The exporter writes 15 for them, which is complex128; ORT has no such tensors. Source:
     scalarTypeToONNXTypeMap of torch/csrc/jit/passes/onnx/scalar_type_analysis.cpp.
     """
-    from onnx import TensorProto
-
     for node in model.graph.node:
         for attribute in node.attribute if node.op_type == "Cast" else ():
             if attribute.i == TensorProto.COMPLEX128:
@@ -125,8 +124,6 @@ def _in_float32(rewriting: Rewriting, node: onnx.NodeProto, halves: set[str]) ->
 
     Each result is rounded once, as in torch.
     """
-    from onnx import TensorProto, helper
-
     # Casts back to bfloat16, which follow the node.
     after = []
     for place, name in enumerate(node.input):

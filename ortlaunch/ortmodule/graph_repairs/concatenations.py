@@ -19,18 +19,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
+import onnx
 import torch
+from onnx import TensorProto, helper
 
 from ortlaunch.ortmodule.base.differentiable import STOPS
 from ortlaunch.ortmodule.base.export import Export
 from ortlaunch.ortmodule.base.gradients import ends_gradients
 from ortlaunch.ortmodule.base.graph import replace_nodes
-
-if TYPE_CHECKING:
-    import onnx
 
 # Operators and positions of inputs for which ORT names a gradient, needed or not.
 _NAMED = {"Concat": range(2**20), "BatchNormalization": (1, 2)}
@@ -89,8 +88,6 @@ def _with_slices(
 
 
 def _slice(name: str, whole: str, to: str) -> list[onnx.NodeProto]:
-    from onnx import helper
-
     given = [name, f"{whole}_begin", f"{whole}_end", f"{whole}_axis"]
     return [
         _numbers(given[2], _BEHIND),
@@ -106,8 +103,6 @@ def _constant(
 
     With a known position ORT would compute the slice in advance, and merge equal results.
     """
-    from onnx import helper
-
     return [
         _numbers(f"{whole}_before", begin),
         helper.make_node("Size", [given], [f"{whole}_size"]),
@@ -119,8 +114,6 @@ def _constant(
 
 
 def _numbers(name: str, *numbers: int) -> onnx.NodeProto:
-    from onnx import TensorProto, helper
-
     value = helper.make_tensor("", TensorProto.INT64, [len(numbers)], numbers)
     return helper.make_node("Constant", [], [name], value=value)
 
@@ -130,8 +123,6 @@ def use_weights_once(export: Export, model: onnx.ModelProto) -> None:
 
     ORT adds up a weight's gradients of several nodes only, not of several inputs of one node.
     """
-    from onnx import helper
-
     weights = _weights(export)
     nodes = []
     for node in model.graph.node:

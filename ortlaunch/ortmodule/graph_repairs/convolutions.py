@@ -8,13 +8,11 @@ of one dimension becomes one of two.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import onnx
+from onnx import TensorProto, helper
 
 from ortlaunch.ortmodule.base.export import Export
 from ortlaunch.ortmodule.base.graph import replace_nodes
-
-if TYPE_CHECKING:
-    import onnx
 
 
 def rewrite(export: Export, model: onnx.ModelProto) -> None:
@@ -28,8 +26,6 @@ def rewrite(export: Export, model: onnx.ModelProto) -> None:
 
 
 def _in_two_dimensions(graph: onnx.GraphProto) -> None:
-    from onnx import TensorProto, helper
-
     nodes = []
     for node in graph.node:
         _pad_openly(node)
@@ -80,8 +76,6 @@ def _pad_openly(node: onnx.NodeProto) -> None:
 
     ORT's gradient of the weight on the CPU treats it as no padding.
     """
-    from onnx import helper
-
     given = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
     if node.op_type != "Conv" or given.get("auto_pad") != b"SAME_UPPER":
         return

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import onnx
 
 from ortlaunch.ortmodule.base.counters import tally
 from ortlaunch.ortmodule.base.export import Export
 from ortlaunch.ortmodule.base.settings import SettingError, function_name, settings_of
-
-if TYPE_CHECKING:
-    import onnx
 
 
 def apply(export: Export, model: onnx.ModelProto) -> onnx.ModelProto:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.onnx import symbolic_helper
 
 from ortlaunch.ortmodule.base import registry
 from ortlaunch.ortmodule.tracing.symbolics import GraphWriter, is_bool, type_of
@@ -51,8 +52,6 @@ def attention(g: Any, query: Any, key: Any, value: Any, mask: Any, dropout: Any,
 
 
 def _refuse_dropout(dropout: Any) -> None:
-    from torch.onnx import symbolic_helper
-
     if symbolic_helper._maybe_get_const(dropout, "f") != 0:
         raise RuntimeError(
             f"scaled_dot_product_attention with dropout: how torch {torch.__version__} exports it "
@@ -63,8 +62,6 @@ def _refuse_dropout(dropout: Any) -> None:
 
 def _empty_rows(g: Any, mask: Any) -> Any:
     """Return the rows in which a mask leaves nothing, as a mask of one column."""
-    from torch.onnx import symbolic_helper
-
     numbers = g.op("Cast", mask, to_i=torch.onnx.TensorProtoDataType.FLOAT.value)
     left = symbolic_helper._reducesum_helper(g, numbers, axes_i=[-1], keepdims_i=1)
     return g.op("Equal", left, g.op("Constant", value_t=torch.tensor(0.0)))
@@ -98,8 +95,6 @@ def unflatten(g: Any, tensor: Any, dim: Any, sizes: Any) -> Any:
     Torch computes the dimension's index with a Mod at run time. ORT's shape inference does not
     support that (`assert is_literal`).
     """
-    from torch.onnx import symbolic_helper
-
     rank = symbolic_helper._get_tensor_rank(tensor)
     place = symbolic_helper._maybe_get_const(dim, "i")
     if rank is None or not isinstance(place, int):

@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.onnx import symbolic_helper
 
 from ortlaunch.ortmodule.tracing.symbolics import Form, GraphWriter, number_like, type_of
 
@@ -25,7 +26,6 @@ def clamp(g: GraphContext, x: Any, low: Any, high: Any) -> Any:
     The gradient of ONNX's Clip is a product, so an infinite gradient, such as that of a root at
     zero, becomes nan.
     """
-    from torch.onnx import symbolic_helper
     from torch.onnx._type_utils import JitScalarType
 
     kind = int(JitScalarType.from_value(x, JitScalarType.FLOAT).onnx_type())

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.onnx import symbolic_helper
 
 from ortlaunch.ortmodule.tracing.symbolics import GraphWriter, integers, is_bool, type_of
 
@@ -26,8 +27,6 @@ def index(g: Any, x: Any, indices: Any) -> Any:
     With several tensors torch's form does not wrap negative indices, and accepts only masks of one
     dimension.
     """
-    from torch.onnx import symbolic_helper
-
     given = _without_masks(g, symbolic_helper._unpack_list(indices))
     tensors = [dim for dim, one in enumerate(given) if not symbolic_helper._is_none(one)]
     for dim in tensors if len(tensors) > 1 else ():
@@ -41,8 +40,6 @@ def index(g: Any, x: Any, indices: Any) -> Any:
 
 def _without_masks(g: Any, indices: list[Any]) -> list[Any]:
     """Replace each mask by the indices of its true values: one index tensor for each dimension."""
-    from torch.onnx import symbolic_helper
-
     given: list[Any] = []
     for one in indices:
         if symbolic_helper._is_none(one) or type_of(one) not in _MASKS:
@@ -59,8 +56,6 @@ def index_put(g: Any, into: Any, indices: Any, values: Any, accumulate: Any = No
     Torch's form requires values of the replaced elements' shape. With `accumulate` it keeps only
     one of several values for the same element.
     """
-    from torch.onnx import symbolic_helper
-
     put = importlib.import_module("torch.onnx.symbolic_opset11").index_put
     given = symbolic_helper._unpack_list(indices)
     adds = accumulate is not None and symbolic_helper._maybe_get_const(accumulate, "b")
@@ -124,8 +119,6 @@ def scatter_add(g: Any, into: Any, *args: Any) -> Any:
 
 def diff(g: Any, x: Any, times: Any, dim: Any, before: Any, after: Any) -> Any:
     """Write diff, for which torch's exporter has no form."""
-    from torch.onnx import symbolic_helper
-
     axis = symbolic_helper._get_const(dim, "i", "dim")
     order = symbolic_helper._get_const(times, "i", "n")
     # torch's diff with n=0 returns `x` alone, and ignores `prepend` and `append`.

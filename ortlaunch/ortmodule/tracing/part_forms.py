@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from torch.onnx import symbolic_helper
+
 from ortlaunch.ortmodule.tracing.symbolics import integers
 
 
@@ -16,8 +18,6 @@ def chunk(g: Any, x: Any, chunks: Any, dim: Any) -> Any:
 
     Torch's form is a sequence, whose shapes ORT cannot infer.
     """
-    from torch.onnx import symbolic_helper
-
     count, axis = (symbolic_helper._get_const(value, "i", "chunk") for value in (chunks, dim))
     # The node that unpacks the list has one output for each traced part.
     number = next(use.user for use in g.original_node.output().uses()).outputsSize()
@@ -47,8 +47,6 @@ def split(g: Any, x: Any, sizes: Any, dim: Any, _outputs: Any = None) -> Any:
     If the dimension's size is unknown, torch's form assumes that the last part is as large as the
     others.
     """
-    from torch.onnx import symbolic_helper
-
     size, axis = (symbolic_helper._maybe_get_const(value, "i") for value in (sizes, dim))
     number = symbolic_helper._maybe_get_const(_outputs, "i")
     unknown = symbolic_helper._get_tensor_dim_size(x, axis) is None
