@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 COLUMNS = 100
 # A line that begins so ends in a command, which users copy as a whole.
@@ -40,10 +40,19 @@ def number(value: object) -> float | None:
         return None
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the rows of a table as lines with aligned columns."""
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+def aligned(rows: Iterable[Sequence[str]], right: bool = False) -> list[str]:
+    """Return the rows of a table as lines with aligned columns.
+
+    Args:
+        rows: the cells of each row.
+        right: whether all columns but the first have their text at the right.
+    """
+    columns = [(column, max(map(len, column))) for column in zip(*rows)]
+    placed = [
+        [cell.rjust(width) if right and index else cell.ljust(width) for cell in column]
+        for index, (column, width) in enumerate(columns)
+    ]
+    return ["  ".join(line).rstrip() for line in zip(*placed)]
 
 
 def fitted(text: str) -> str:

@@ -9,7 +9,7 @@ from ortlaunch.bench.turns import VariantJob
 from ortlaunch.bench.variants import Variant
 from ortlaunch.json_types import Json
 from ortlaunch.run_folder.cause_text import OURS
-from ortlaunch.units import human
+from ortlaunch.units import aligned, human
 
 _HEAD = (
     "variant",
@@ -155,14 +155,7 @@ def table(rows: Sequence[Json]) -> str:
         for column in zip(*cells)
         if set(column[1:]) != {"-"}
     ]
-    cells = list(zip(*columns))
-    widths = [max(map(len, column)) for column in columns]
-    lines = [
-        "  ".join(cell.ljust(width) if not column else cell.rjust(width) for column, (cell, width) in
-                  enumerate(zip(line, widths))).rstrip()
-        for line in cells
-    ]  # fmt: skip
-    return "\n".join([*lines, *_notes(rows)])
+    return "\n".join([*aligned(zip(*columns), right=True), *_notes(rows)])
 
 
 def _cells(row: Json) -> tuple[str, ...]:
