@@ -55,6 +55,10 @@ class OrtlaunchError(Exception):
     exit_status = 1
     cause: Cause | None = None
 
+    def __init__(self, message: str = "", exit_status: int | None = None) -> None:
+        super().__init__(message)
+        self.exit_status = self.exit_status if exit_status is None else exit_status
+
     @property
     def detail(self) -> str:
         """The first line of the message."""
@@ -109,10 +113,6 @@ class RunError(OrtlaunchError):
     The message is the verdict, or the output of that process; ``exit_status`` is its own.
     """
 
-    def __init__(self, message: str, exit_status: int) -> None:
-        self.exit_status = exit_status
-        super().__init__(message)
-
 
 class WorldError(LaunchError):
     """The launcher started another world than the plan's."""
@@ -139,10 +139,6 @@ class FileError(OrtlaunchError):
 
     The exit status is 2 if another location would help, else 1.
     """
-
-    def __init__(self, message: str, exit_status: int) -> None:
-        self.exit_status = exit_status
-        super().__init__(message)
 
 
 FIRST_PARAMETER = "first parameter with a gradient that is not finite"
@@ -196,7 +192,3 @@ class LastSaveError(CheckpointError):
 
 class NotSaved(CheckpointError):
     """A stop was requested, and its checkpoint could not be written; exits as by the signal alone."""
-
-    def __init__(self, message: str, exit_status: int) -> None:
-        self.exit_status = exit_status
-        super().__init__(message)

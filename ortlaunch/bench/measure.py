@@ -50,8 +50,7 @@ class BenchStopped(OrtlaunchError):
 
     def __init__(self, number: int) -> None:
         # The shell's convention for a process that a signal ended.
-        self.exit_status = 128 + number
-        super().__init__(f"stopped by {signal.Signals(number).name}")
+        super().__init__(f"stopped by {signal.Signals(number).name}", 128 + number)
 
 
 def prepared(resolved: ResolvedRun, engines: Sequence[str], vary: Sequence[str]) -> list[Variant]:

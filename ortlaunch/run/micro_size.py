@@ -45,9 +45,8 @@ class SearchStopped(LaunchError):
     """Raised when a signal of the user ended the search; nothing has begun, so nothing is lost."""
 
     def __init__(self, end: End, run: RunDir, saves: bool) -> None:
-        super().__init__(end.last)
         again = saves and end.status != 128 + signal.SIGINT and not run.cancelled.exists()
-        self.exit_status = EXIT_SAVED if again else end.status
+        super().__init__(end.last, EXIT_SAVED if again else end.status)
 
 
 def is_requested(recipe: Recipe) -> bool:
