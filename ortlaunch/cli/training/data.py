@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+import ortlaunch
 from ortlaunch.cli.hints import Verb, Verbs
 from ortlaunch.cli.options import Overrides, RecipePath
 
@@ -16,10 +17,8 @@ app = typer.Typer(
 def prepare(recipe: RecipePath, overrides: Overrides = None) -> None:
     """Read and tokenize a recipe's data into the cache, as `train` does."""
     from ortlaunch.commands.prepare_data import prepare as run
-    from ortlaunch.recipe import load
-    from ortlaunch.resolve.shipped import locate
 
-    raise typer.Exit(run(load(locate(recipe), overrides or ()).recipe))
+    raise typer.Exit(run(ortlaunch.load(recipe, *(overrides or ()))))
 
 
 @app.command(cls=Verb, short_help="Show samples as the model will see them, and audit the data.")
@@ -35,7 +34,5 @@ def show(
     classes, and findings such as cut answers, duplicates, or evaluation rows in the training data.
     """
     from ortlaunch.commands.prepare_data import show as run
-    from ortlaunch.recipe import load
-    from ortlaunch.resolve.shipped import locate
 
-    raise typer.Exit(run(load(locate(recipe), overrides or ()).recipe, samples, as_json))
+    raise typer.Exit(run(ortlaunch.load(recipe, *(overrides or ())), samples, as_json))
