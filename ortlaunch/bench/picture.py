@@ -48,7 +48,7 @@ def draw(rows: Sequence[Json], title: str, path: Path) -> None:
     # The first variant is on top.
     axes.invert_yaxis()
     # A quarter more, as space for the labels.
-    axes.set_xlim(0, max(_top(row, rate) for row, rate in zip(rows, rates)) * 1.25)
+    axes.set_xlim(0, max(rate + _errors(row, rate)[1] for row, rate in zip(rows, rates)) * 1.25)
     axes.set_xlabel(f"{unit} per second (median; the line is the interquartile range of the steps)")
     axes.set_title(title, loc="left", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
@@ -60,7 +60,3 @@ def _errors(row: Json, rate: float) -> tuple[float, float]:
     seconds = row["seconds"]
     scale = rate * seconds["median"]
     return rate - scale / seconds["quartile_3"], scale / seconds["quartile_1"] - rate
-
-
-def _top(row: Json, rate: float) -> float:
-    return rate + _errors(row, rate)[1]

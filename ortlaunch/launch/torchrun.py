@@ -53,7 +53,11 @@ def request(plan: Plan, run_dir: RunDir) -> Request:
     # torchrun warns and sets OMP_NUM_THREADS=1 where it is unset.
     env = {
         "OMP_NUM_THREADS": str(plan.threads or 1),
-        **_grace(plan),
+        # A supervisor ends its rank after the grace. A suspended supervisor is killed 2 s after that,
+        # not after torchrun's default of 30 s.
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": (
+            f"{(plan.grace_seconds if plan.traits.saves else GRACE_SECONDS) + 2:.0f}"
+        ),
         **_NO_STORE,
         # Its own exceptions. Ranks get other files, because they cannot distinguish torchrun's
         # exception from a stop.
@@ -140,14 +144,3 @@ def _torchrun(
         *plan.argv,
         str(run_dir),
     )
-
-
-def _grace(plan: Plan) -> dict[str, str]:
-    """Return the variable with the seconds from torchrun's SIGTERM to its SIGKILL."""
-    # A supervisor ends its rank after the grace. A suspended supervisor is killed 2 s after that,
-    # not after torchrun's default of 30 s.
-    return {
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": (
-            f"{(plan.grace_seconds if plan.traits.saves else GRACE_SECONDS) + 2:.0f}"
-        )
-    }

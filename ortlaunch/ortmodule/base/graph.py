@@ -72,10 +72,14 @@ class Graph:
             f"{half}_operators": dict(ops.most_common(_MOST)) for half, ops in halves.items()
         }
         placed = {"provider": self.provider, "nodes_by_provider": self.nodes_by_provider}
-        return {**nodes, **placed, **frequent, **self._calls()}
-
-    def _calls(self) -> dict[str, dict[str, int]]:
-        return {"aten": dict(self.aten), "python": dict(self.python), "triton": dict(self.triton)}
+        return {
+            **nodes,
+            **placed,
+            **frequent,
+            "aten": dict(self.aten),
+            "python": dict(self.python),
+            "triton": dict(self.triton),
+        }
 
 
 def size(operators: Counter[str]) -> int:

@@ -71,7 +71,10 @@ def unknown_source(optimizer: type) -> str:
     """Return why the source of a ZeRO 1 or 2 optimizer class is not a known one, or ""."""
     known = known_sources()
     found = installed(optimizer, set().union(*known.values()))
-    strange = {release: _differing(found, whole) for release, whole in known.items()}
+    strange = {
+        release: [name for name, print_ in whole.items() if found.get(name) != print_]
+        for release, whole in known.items()
+    }
     # Of equally near releases the latest one is reported.
     nearest = min(reversed(list(strange)), key=lambda release: len(strange[release]))
     if not strange[nearest]:
@@ -80,10 +83,6 @@ def unknown_source(optimizer: type) -> str:
         f"{', '.join(strange[nearest])} differs from all known releases (0.16.0 to "
         f"{list(known)[-1]})"
     )
-
-
-def _differing(found: dict[str, str], whole: dict[str, str]) -> list[str]:
-    return [name for name, print_ in whole.items() if found.get(name) != print_]
 
 
 def installed(optimizer: type, names: set[str]) -> dict[str, str]:

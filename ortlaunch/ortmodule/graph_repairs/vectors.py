@@ -13,7 +13,7 @@ a sum over listed dimensions fails; so the sum lists none.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ortlaunch.ortmodule.base import patching
 from ortlaunch.ortmodule.base.graph import replace_nodes
@@ -44,7 +44,9 @@ def _with_sizes_of_one(original: AnyFunction, model: onnx.ModelProto) -> object:
     nodes = []
     values = (*graph.input, *graph.value_info, *graph.output)
     ranks = {
-        value.name: len(value.type.tensor_type.shape.dim) for value in values if _has_shape(value)
+        value.name: len(value.type.tensor_type.shape.dim)
+        for value in values
+        if value.type.tensor_type.HasField("shape")
     }
     ranks.update({tensor.name: len(tensor.dims) for tensor in graph.initializer})
     products = {node.output[0] for node in graph.node if node.op_type in ("MatMul", "Transpose")}
@@ -63,10 +65,6 @@ def _with_sizes_of_one(original: AnyFunction, model: onnx.ModelProto) -> object:
     if len(nodes) != len(graph.node):
         replace_nodes(graph, nodes)
     return inferred
-
-
-def _has_shape(value: Any) -> bool:
-    return bool(value.type.tensor_type.HasField("shape"))
 
 
 def _as_matrices(node: onnx.NodeProto, ranks: Mapping[str, int]) -> list[onnx.NodeProto]:

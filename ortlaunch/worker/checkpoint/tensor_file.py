@@ -13,7 +13,7 @@ import struct
 import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -83,7 +83,8 @@ def write_tensors(
         for _, _, tensor in tensors:
             for block in _blocks(tensor):
                 file.write(block)
-                _start_writing(file)
+                # Let the disk start to write, while the next block is copied and summed.
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
                 # Summed from memory, so that a later check detects faults of the disk.
                 total = zlib.crc32(block, total)
                 waiting = waiting + len(block)
@@ -94,11 +95,6 @@ def write_tensors(
         file.flush()
         os.fsync(file.fileno())
     return {"bytes": size, "crc32": total}
-
-
-def _start_writing(file: BinaryIO) -> None:
-    """Let the disk start to write, while the next block is copied and summed."""
-    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _name_of(key: str, dtype: torch.dtype) -> str:

@@ -134,14 +134,13 @@ def _loss_scale(optimizer: object) -> LossScale | None:
     dynamic = getattr(kept, "dynamic", getattr(kept, "dynamic_loss_scale", False))
     if kept is None or not dynamic:
         return None
-    return LossScale(lambda: _read_scale(kept), lambda numbers: _write_scale(kept, numbers))
-
-
-def _read_scale(kept: Any) -> Numbers:
-    return {
-        "scale": kept.cur_scale,
-        **{name: getattr(kept, name) for name in _COUNTERS if hasattr(kept, name)},
-    }
+    return LossScale(
+        lambda: {
+            "scale": kept.cur_scale,
+            **{name: getattr(kept, name) for name in _COUNTERS if hasattr(kept, name)},
+        },
+        lambda numbers: _write_scale(kept, numbers),
+    )
 
 
 def _write_scale(kept: Any, numbers: Numbers) -> None:
