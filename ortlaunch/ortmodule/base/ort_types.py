@@ -31,14 +31,10 @@ class GraphInfo(Protocol):
 
     onnx_graph_input_names: list[str]
     onnx_graph_input_names_require_grad: list[str]
-    onnx_graph_input_names_user_defined: list[str]
     onnx_graph_input_data_accessor_user_defined: dict[
         str, Callable[[Args, Kwargs], torch.Tensor | None]
     ]
     onnx_graph_input_const_as_tensor: dict[str, torch.Tensor]
-    onnx_graph_input_shapes: list[list[int]]
-    module_forward_output_schema: object
-    buffer_for_ort_runs: dict[str, torch.Tensor]
     _post_export_processed_model: onnx.ModelProto
     _flattened_module: nn.Module
     _ortlaunch_outputs: list[str]
@@ -139,8 +135,6 @@ class Manager(Protocol):
     _execution_agent: Agent  # None before the first pass
     _fallback_manager: FallbackManager
     _flattened_module: nn.Module
-    _graph_builder: Any  # a class of ORT's C++
-    _graph_info: Any  # the same
     _graph_transition_manager: Transition
     _logger: logging.Logger
     _onnx_models: OnnxModels
@@ -191,7 +185,6 @@ class ShapeInference(Protocol):
 
     def _try_get_value(self, node: onnx.NodeProto, index: int) -> Any: ...
     def _get_shape(self, node: onnx.NodeProto, index: int) -> list[Any]: ...
-    def _get_sympy_shape(self, node: onnx.NodeProto, index: int) -> list[Any]: ...
     def _update_computed_dims(self, dims: Sequence[object]) -> None: ...
     def _new_symbolic_dim_from_output(
         self, node: onnx.NodeProto, output: int = 0, dim: int = 0
