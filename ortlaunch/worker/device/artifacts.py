@@ -77,7 +77,7 @@ def ondevice(
         forward = graph.export(whole, batches, Path(scratch) / "forward.onnx")
         _generate(made, recipe, forward, folder)
     worst = largest(
-        _difference(place, graph.WithLoss(whole, tuple(batch)), batch) for batch in batches
+        _difference(place, graph.WithLoss(whole.model, tuple(batch)), batch) for batch in batches
     )
     # `not <=` also refuses nan.
     if not worst <= LIMIT:

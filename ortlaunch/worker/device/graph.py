@@ -23,6 +23,7 @@ from ortlaunch.worker.data.mixture import at_hand
 from ortlaunch.worker.model.chunked_head import LABELS
 from ortlaunch.worker.model.model import LossModule, loss_of
 from ortlaunch.worker.onnx.onnx_export import real_batches
+from ortlaunch.worker.onnx.onnx_own import Exported
 
 # From 17 on, a LayerNorm is one operator, exported without outputs that ONNX Runtime's gradient
 # needs.
@@ -31,16 +32,8 @@ Batch = dict[str, torch.Tensor]
 Axes = dict[str, dict[int, str]]
 
 
-class WithLoss(nn.Module):
-    """A model with its loss: `forward(*inputs)` -> a tuple of the loss and all named outputs."""
-
-    def __init__(self, whole: LossModule, inputs: tuple[str, ...]) -> None:
-        super().__init__()
-        self.model = whole.model
-        self.inputs = inputs
-
-    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(self.outputs_by_name(*tensors).values())
+class WithLoss(Exported):
+    """A model with its loss: the loss and all named outputs."""
 
     def outputs_by_name(self, *tensors: torch.Tensor) -> Batch:
         """Return the same tensors by name."""
@@ -122,7 +115,7 @@ def export(whole: LossModule, batches: list[Batch], path: Path) -> Forward:
         InputError: the model keeps statistics of batches, or has nothing to train.
         EngineError: the exporter cannot write the model, or writes a shared weight twice.
     """
-    module = WithLoss(whole, tuple(batches[0])).train()
+    module = WithLoss(whole.model, tuple(batches[0])).train()
     _require_no_statistics(module)
     inputs = _axes(batches)
     outputs = _axes([module.outputs_by_name(*batch.values()) for batch in batches])

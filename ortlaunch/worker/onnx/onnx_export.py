@@ -25,7 +25,7 @@ from ortlaunch.run_folder.export_records import OnnxCheck
 from ortlaunch.worker.data import LoadedData, collate
 from ortlaunch.worker.data.mixture import at_hand
 from ortlaunch.worker.model.model import LossModule, give_back_cache
-from ortlaunch.worker.onnx.onnx_own import Outputs, own_outputs
+from ortlaunch.worker.onnx.onnx_own import Exported, own_outputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,16 +50,8 @@ class Sizes(NamedTuple):
     """Output to its variable axes, each with the name of its size."""
 
 
-class Logits(nn.Module):
-    """A model of transformers without its loss: `forward(*inputs)` -> a tuple of its logits."""
-
-    def __init__(self, model: nn.Module, inputs: tuple[str, ...]) -> None:
-        super().__init__()
-        self.model = model
-        self.inputs = inputs
-
-    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(self.outputs_by_name(*tensors).values())
+class Logits(Exported):
+    """A model of transformers without its loss: its logits."""
 
     def outputs_by_name(self, *tensors: torch.Tensor) -> Batch:
         """Return the same logits by transformers' names."""
@@ -87,7 +79,7 @@ def onnx(recipe: Recipe, folder: Path, trained: LossModule, data: LoadedData) ->
     model: Any = trained.model.float()
     if recipe.model.lora:
         model = model.merge_and_unload(safe_merge=True)
-    whole: Logits | Outputs
+    whole: Exported
     if recipe.model.traits.is_own:
         whole, batches = own_outputs(recipe, model, data)
     else:
@@ -177,7 +169,7 @@ def _inputs(model: nn.Module, batch: Batch) -> list[str]:
 
 
 @torch.no_grad()
-def _sizes(whole: Logits | Outputs, batches: list[Batch]) -> Sizes:
+def _sizes(whole: Exported, batches: list[Batch]) -> Sizes:
     """Return the variable axes: axis 0, and axes whose size differs between the batches.
 
     Axes with equal sizes in every batch get one name.
@@ -198,7 +190,7 @@ def _sizes(whole: Logits | Outputs, batches: list[Batch]) -> Sizes:
     return Sizes(axes(batches), axes([whole.outputs_by_name(*batch.values()) for batch in batches]))
 
 
-def _write(whole: Logits | Outputs, batch: Batch, sizes: Sizes, folder: Path) -> list[str]:
+def _write(whole: Exported, batch: Batch, sizes: Sizes, folder: Path) -> list[str]:
     """Write and check model.onnx, with the weights in a second file if they are too large for one.
 
     Returns:
@@ -266,7 +258,7 @@ def _inputs_of_graph(path: Path, inputs: list[str]) -> list[str]:
 
 
 @torch.no_grad()
-def difference(whole: Logits | Outputs, batch: Batch, path: Path) -> float:
+def difference(whole: Exported, batch: Batch, path: Path) -> float:
     """Return the largest difference of any output from PyTorch's, on the CPU.
 
     Raises:

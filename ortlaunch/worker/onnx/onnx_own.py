@@ -24,17 +24,28 @@ Batch = dict[str, torch.Tensor]
 _SAMPLES = ((0, 1, 2), (3, 4), (5,))
 
 
-class Outputs(nn.Module):
-    """A model without its loss: `forward(*inputs)` -> the outputs with a row for each sample."""
+class Exported(nn.Module):
+    """A model as a graph: `forward(*inputs)` -> a tuple of the outputs that a subclass names."""
 
-    def __init__(self, model: nn.Module, inputs: Sequence[str], outputs: Sequence[str]) -> None:
+    def __init__(self, model: nn.Module, inputs: Sequence[str]) -> None:
         super().__init__()
         self.model = model
         self.inputs = tuple(inputs)
-        self.outputs = outputs
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(self.outputs_by_name(*tensors).values())
+
+    def outputs_by_name(self, *tensors: torch.Tensor) -> Batch:
+        """Return the same outputs by name."""
+        raise NotImplementedError
+
+
+class Outputs(Exported):
+    """A model without its loss: the outputs with a row for each sample."""
+
+    def __init__(self, model: nn.Module, inputs: Sequence[str], outputs: Sequence[str]) -> None:
+        super().__init__(model, inputs)
+        self.outputs = outputs
 
     def outputs_by_name(self, *tensors: torch.Tensor) -> Batch:
         """Return the same outputs by name."""
