@@ -82,8 +82,11 @@ def _model(draft: Draft) -> None:
     tokenizer = draft.pop("tokenizer_config")
     mistral = draft.pop("tokenizer_use_mistral_common")
     if mistral is not None:
-        why = "the tokenizer that transformers reads for the model, with its chat template"
-        draft.alter("tokenizer_use_mistral_common", mistral, why)
+        draft.alter(
+            "tokenizer_use_mistral_common",
+            mistral,
+            "the tokenizer that transformers reads for the model, with its chat template",
+        )
     revision = draft.pop("revision_of_model") if base is not None else None
     if base is not None:
         source = in_one_line(base) + (f"@{in_one_line(revision)}" if revision else "")
@@ -94,9 +97,7 @@ def _model(draft: Draft) -> None:
         draft.needless("revision_of_model", revision, "model.pretrained has it")
     if tokenizer is not None:
         draft.needless("tokenizer_config", tokenizer, "data.tokenizer has it")
-    kind = draft.pop("model_type")
-    if kind is not None:
-        draft.needless("model_type", kind, "the pretrained model's config says it")
+    draft.leave_out("model_type", "the pretrained model's config says it")
 
 
 def _adapter(draft: Draft) -> None:
@@ -157,16 +158,17 @@ def _memory(draft: Draft) -> None:
         draft.needless("attn_implementation", attention, "the fastest that works is chosen")
     flow = draft.pop("streaming")
     if flow is not None:
-        why = "rows are read and shuffled before step 1; data.train.stream streams text"
-        draft.alter("streaming", flow, why)
+        draft.alter(
+            "streaming",
+            flow,
+            "rows are read and shuffled before step 1; data.train.stream streams text",
+        )
     summed = draft.left.get("accelerator_config")
     if summed is not None and summed.plain() == _EACH_BATCH:
         draft.needless("accelerator_config", draft.left.pop("accelerator_config"),
                        "it is for memory; gradients are averaged once a step")  # fmt: skip
     for key, ours in (("float16", "fp16"), ("bfloat16", "bf16")):
-        node = draft.pop(key)
-        if node is not None:
-            draft.put("precision", node, key, ours, "weights and optimizer state are in 32 bits")
+        draft.move("precision", key, ours, "weights and optimizer state are in 32 bits")
     total = draft.pop("batch_size")
     micro = number(draft.left.get("micro_batch_size")) or 1
     if total is not None:
@@ -214,8 +216,13 @@ def _watchdog(draft: Draft) -> None:
     times = draft.pop("loss_watchdog_patience")
     if limit is not None:
         spike = {"deviations": null(limit), "limit": limit, "patience": number(times) or 3}
-        why = "every step is judged, not every log line"
-        draft.put("train.on_spike", limit, "loss_watchdog_threshold", spike, why)
+        draft.put(
+            "train.on_spike",
+            limit,
+            "loss_watchdog_threshold",
+            spike,
+            "every step is judged, not every log line",
+        )
     if limit is not None and times is not None:
         draft.needless("loss_watchdog_patience", times, "train.on_spike has it")
     elif times is not None:
@@ -240,8 +247,13 @@ def _datasets(draft: Draft) -> None:
                 {"source": _source(draft, each, f"{key}[{at}]", usual), "weight": 1.0}
                 for at, each in enumerate(sources)
             ]
-            why = "each has the same share of the samples; Axolotl puts them one after another"
-            draft.put("data.train", node, key, parts, why)
+            draft.put(
+                "data.train",
+                node,
+                key,
+                parts,
+                "each has the same share of the samples; Axolotl puts them one after another",
+            )
         else:
             draft.put(f"data.{part}", sources[0], key, _source(draft, sources[0], key, usual))
             for at, each in enumerate(sources[1:], 1):
@@ -357,8 +369,11 @@ def _messages(
     if thoughts and values.get("template_thinking_key", "reasoning_content") == thoughts:
         for theirs in ("field_thinking", "template_thinking_key"):
             if values.pop(theirs, None):
-                why = "a message's other keys are given to the chat template by their names"
-                draft.needless(f"{key}.{theirs}", node.find((theirs,)) or node, why)
+                draft.needless(
+                    f"{key}.{theirs}",
+                    node.find((theirs,)) or node,
+                    "a message's other keys are given to the chat template by their names",
+                )
     return {"messages_column": values.pop("field_messages", None) or _CHATS[kind], **keys}
 
 
@@ -402,8 +417,11 @@ def _prompt(draft: Draft, here: Tree, key: str, given: dict[str, Any]) -> dict[s
         del given["system_format"]
     for name, value in given.items():
         if value not in (None, ""):
-            why = "write it into the template of data.train.prompt (with {system}: system_column)"
-            draft.drop(f"{key}.{name}", here.find((name,)) or here, why)
+            draft.drop(
+                f"{key}.{name}",
+                here.find((name,)) or here,
+                "write it into the template of data.train.prompt (with {system}: system_column)",
+            )
     return source
 
 
@@ -427,10 +445,10 @@ def _tokens(draft: Draft) -> None:
                 draft.drop(f"{key}.{name}", node, "no counterpart")
         if known:
             draft.put("data.special_tokens", tokens, key, known)
-    ends = draft.pop("eot_tokens")
-    if ends is not None:
-        why = "the end mark that the chat template writes after an answer counts with the answer"
-        draft.needless("eot_tokens", ends, why)
+    draft.leave_out(
+        "eot_tokens",
+        "the end mark that the chat template writes after an answer counts with the answer",
+    )
 
 
 def _template(draft: Draft) -> None:
@@ -468,16 +486,12 @@ def _schedule(draft: Draft) -> None:
     if least is not None and number(least) == 1:
         key = "cosine_min_lr_ratio"
         draft.put("schedule.name", draft.left.pop(key), key, "constant")
-        cosine = draft.pop("lr_scheduler")
-        if cosine is not None:
-            draft.needless("lr_scheduler", cosine, "a cosine down to the same rate is constant")
+        draft.leave_out("lr_scheduler", "a cosine down to the same rate is constant")
     flat = draft.left.get("cosine_constant_lr_ratio")
     if flat is not None and not number(flat):
         draft.needless("cosine_constant_lr_ratio", draft.left.pop("cosine_constant_lr_ratio"),
                        "0 stands for none")  # fmt: skip
-    curve = draft.pop("lr_quadratic_warmup")
-    if curve is not None:
-        draft.put("schedule.warmup_power", curve, "lr_quadratic_warmup", 2.0)
+    draft.move("schedule.warmup_power", "lr_quadratic_warmup", 2.0)
     named = draft.value("lr_scheduler")
     if (
         named != "constant"
@@ -524,8 +538,11 @@ def _packing(draft: Draft) -> None:
         else:
             draft.alter(key, node, "data.packing is for training and evaluation")
     if packs and "text_column" in str(draft.expected("data.train")):
-        why = "with data.packing no document attends to another"
-        draft.assume("data.attend_across_documents", False, why)
+        draft.assume(
+            "data.attend_across_documents",
+            False,
+            "with data.packing no document attends to another",
+        )
 
 
 def _trackers(draft: Draft) -> None:

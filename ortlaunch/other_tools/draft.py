@@ -124,6 +124,18 @@ class Draft:
         )
         return None
 
+    def move(self, path: str, key: str, value: object = None, why: str = "") -> None:
+        """Set a key of the recipe by one of the config, if the config has it; as `put`."""
+        node = self.pop(key)
+        if node is not None:
+            self.put(path, node, key, value, why)
+
+    def leave_out(self, key: str, why: str) -> None:
+        """Report a key for which nothing needs to be set, if the config has it."""
+        node = self.pop(key)
+        if node is not None:
+            self.needless(key, node, why)
+
     def assume(self, path: str, value: object, why: str) -> None:
         """Set a key at the end, unless the config sets it."""
         self._assumed.append((path, value, why))
@@ -143,9 +155,7 @@ class Draft:
     def without_adapters(self, why: str) -> None:
         """Report the keys of LoRA as unused, because all weights are trained."""
         for key in [each for each in self.left if each.startswith("lora_")]:
-            node = self.pop(key)
-            if node is not None:
-                self.needless(key, node, f"of no effect there: {why}")
+            self.leave_out(key, f"of no effect there: {why}")
 
     def rest(self) -> None:
         """Convert all other keys by the dialects and the recipe's names, then set the defaults."""

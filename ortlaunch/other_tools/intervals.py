@@ -123,9 +123,7 @@ def _set(draft: Draft, paths: _Interval) -> str | None:
 
 
 def _without_effect(draft: Draft, key: str, strategy: str, kind: str | None) -> None:
-    node = draft.pop(key)
-    if node is not None:
-        draft.needless(key, node, f"of no effect there: {strategy} is {kind}")
+    draft.leave_out(key, f"of no effect there: {strategy} is {kind}")
 
 
 def _by_steps(draft: Draft, key: str, strategy: Tree) -> None:

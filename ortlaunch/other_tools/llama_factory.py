@@ -67,9 +67,7 @@ def _adapters(draft: Draft) -> None:
             ["all-linear"] if names == ["all"] else names,
         )
     for key, ours in (("lora_rank", "r"), ("lora_alpha", "alpha"), ("lora_dropout", "dropout")):
-        node = draft.pop(key)
-        if node is not None:
-            draft.put(f"model.lora.{ours}", node, key)
+        draft.move(f"model.lora.{ours}", key)
     # LLaMA-Factory's default of lora_alpha is twice the rank.
     values = {"r": 8, "alpha": 2 * rank, "dropout": 0.0, "target_modules": ["all-linear"]}
     for key, value in values.items():
@@ -85,11 +83,12 @@ def _data(draft: Draft, chats: bool) -> None:
     if template is not None and not chats:
         draft.needless("template", template, "of no effect there: pre-training is on plain text")
     elif template is not None:
-        why = (
+        draft.alter(
+            "template",
+            template,
             "the tokenizer's own chat template, or data.chat_template; LLaMA-Factory's may differ "
-            "in its system message"
+            "in its system message",
         )
-        draft.alter("template", template, why)
     if packed is not None:
         if chats and packed.scalar:
             why = "" if neat is not None else "packed chats do not attend to each other here"
@@ -112,14 +111,8 @@ def _memory(draft: Draft) -> None:
         draft.put("model.attention", attention, "flash_attn", ours)
     elif attention is not None:
         draft.needless("flash_attn", attention, "model.attention chooses the fastest that works")
-    pure = draft.pop("pure_bf16")
-    if pure is not None:
-        why = "weights and optimizer state are in 32 bits"
-        draft.put("precision", pure, "pure_bf16", "bf16", why)
-    whole = draft.pop("disable_gradient_checkpointing")
-    if whole is not None:
-        path = "model.gradient_checkpointing"
-        draft.put(path, whole, "disable_gradient_checkpointing", value=False)
+    draft.move("precision", "pure_bf16", "bf16", "weights and optimizer state are in 32 bits")
+    draft.move("model.gradient_checkpointing", "disable_gradient_checkpointing", value=False)
     draft.assume("model.gradient_checkpointing", True, "LLaMA-Factory's default")
 
 
@@ -134,8 +127,6 @@ def _learned(draft: Draft) -> dict[str, str]:
 
 
 def _defaults(draft: Draft) -> None:
-    length = draft.pop("cutoff_len")
-    if length is not None:
-        draft.put("data.sequence_length", length, "cutoff_len")
+    draft.move("data.sequence_length", "cutoff_len")
     draft.assume("data.sequence_length", 2048, "LLaMA-Factory's default")
     trainer.defaults(draft, "LLaMA-Factory's")

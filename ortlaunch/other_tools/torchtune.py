@@ -86,9 +86,7 @@ def _length(draft: Draft) -> None:
         draft.needless("epochs", epochs, "train.max_steps has it")
     elif epochs is not None:
         draft.put("train.epochs", epochs, "epochs")
-    own = draft.pop("save_adapter_weights_only")
-    if own is not None:
-        draft.put("model.lora.merge", own, "save_adapter_weights_only", value=False)
+    draft.move("model.lora.merge", "save_adapter_weights_only", value=False)
 
 
 def _parts(draft: Draft, key: str) -> tuple[str, dict[str, Tree]]:
@@ -163,8 +161,9 @@ def _tokenizer(draft: Draft) -> None:
     length = given.pop("max_seq_len", None)
     if length is not None:
         draft.put("data.sequence_length", length, "tokenizer.max_seq_len")
-    why = "torchtune cuts nothing by itself; longer samples are cut"
-    draft.assume("data.sequence_length", 2048, why)
+    draft.assume(
+        "data.sequence_length", 2048, "torchtune cuts nothing by itself; longer samples are cut"
+    )
     # Files of the folder of weights, which has the same tokenizer in transformers' form.
     for name, node in given.items():
         if re.search("path|file", name) and Path(in_one_line(node)).name:
@@ -205,13 +204,9 @@ def _schedule(draft: Draft) -> None:
 
 def _engine(draft: Draft) -> None:
     """Convert precision, compiler, memory and logs."""
-    kind = draft.pop("dtype")
-    if kind is not None:
-        draft.put("precision", kind, "dtype")
+    draft.move("precision", "dtype")
     trainer.offloading(draft, "enable_activation_offloading")
-    compiled = draft.pop("compile")
-    if compiled is not None:
-        draft.put("engine.name", compiled, "compile", "inductor")
+    draft.move("engine.name", "compile", "inductor")
     where, given = _parts(draft, "metric_logger")
     tracker = next((each for each in ("wandb", "tensorboard") if each in where.lower()), None)
     if tracker is not None:

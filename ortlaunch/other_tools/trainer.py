@@ -77,13 +77,9 @@ def training(draft: Draft) -> None:
     name(draft)
     trackers(draft)
     intervals.convert(draft)
-    level = draft.pop("log_level")
-    if level is not None:
-        draft.needless(
-            "log_level",
-            level,
-            "it is of Trainer's own lines; engine.log_level is of ONNX Runtime's",
-        )
+    draft.leave_out(
+        "log_level", "it is of Trainer's own lines; engine.log_level is of ONNX Runtime's"
+    )
     config = draft.pop("deepspeed")
     if config is not None:
         deepspeed.beside(draft, config)
@@ -95,8 +91,13 @@ def _whole_states(draft: Draft) -> None:
     """Replace an optimizer that updates whole tensors, or ZeRO, which splits them."""
     node = draft.recipe.find(("optimizer", "name"))
     if node is not None and node.scalar == "muon" and draft.expected("zero.stage"):
-        why = "Muon updates whole tensors, so they are not sharded"
-        draft.put("zero.stage", node, "optimizer", 0, why)
+        draft.put(
+            "zero.stage",
+            node,
+            "optimizer",
+            0,
+            "Muon updates whole tensors, so they are not sharded",
+        )
     if node is not None and node.scalar == "adamw_8bit" and draft.expected("zero.stage"):
         draft.recipe = draft.recipe.put(("optimizer", "name"), tree_of("adamw", node))
         draft.alter("optimizer", node, "optimizer.name: adamw; ZeRO splits the tensors of 8 bits")
@@ -221,9 +222,7 @@ def optimizer(draft: Draft, key: str) -> None:
                 else "another optimizer: there is none of that name here"
             )
         draft.put("optimizer.name", node, key, ours, why)
-    muon = draft.pop("use_muon")
-    if muon is not None:
-        draft.put("optimizer.name", muon, "use_muon", "muon", _OTHER_SCALE)
+    draft.move("optimizer.name", "use_muon", "muon", _OTHER_SCALE)
     ratio = draft.pop("loraplus_lr_ratio")
     rate = number(draft.left.get("learning_rate")) or draft.expected("optimizer.learning_rate")
     if ratio is not None and rate:
@@ -272,8 +271,11 @@ def _warmup(draft: Draft, kind: str, ratio: Tree | None, steps: Tree | None) -> 
         steps = None
     for key, node in (("warmup_steps", steps), ("warmup_ratio", ratio)):
         if node is not None and kind == "constant":
-            why = "of no effect there: Trainer's `constant` has no warm-up, whatever is given"
-            draft.needless(key, node, why)
+            draft.needless(
+                key,
+                node,
+                "of no effect there: Trainer's `constant` has no warm-up, whatever is given",
+            )
         elif node is not None and key == "warmup_ratio" and steps is not None:
             draft.needless(key, node, "of no effect there: warmup_steps comes first")
         elif node is not None and key == "warmup_steps" and (value is None or value >= 1):
@@ -342,9 +344,8 @@ def _recomputation(draft: Draft) -> None:
     node = draft.left.get("gradient_checkpointing")
     if node is not None and isinstance(node.scalar, str) and node.scalar:
         draft.left.pop("gradient_checkpointing")
-        path = "model.gradient_checkpointing"
         draft.put(
-            path,
+            "model.gradient_checkpointing",
             node,
             "gradient_checkpointing",
             True,
@@ -380,8 +381,13 @@ def _grouping(draft: Draft) -> None:
             "inductor compiles each length: give data.bucket_lengths, up to three",
         )
     else:
-        why = "the samples of a step are grouped by length, not those of many steps"
-        draft.put("data.padding", node, "group_by_length", "longest", why)
+        draft.put(
+            "data.padding",
+            node,
+            "group_by_length",
+            "longest",
+            "the samples of a step are grouped by length, not those of many steps",
+        )
 
 
 def name(draft: Draft) -> None:

@@ -41,18 +41,17 @@ def convert(draft: Draft) -> None:
     if template is not None:
         draft.put("data.chat_template", template, "chat_template")
     if mixture is not None:
-        why = (
+        draft.drop(
+            "dataset_mixture",
+            mixture,
             "give data.train, a list of sources; a weight is a share of the samples, "
-            "TRL's is a part of the rows"
+            "TRL's is a part of the rows",
         )
-        draft.drop("dataset_mixture", mixture, why)
     _data(draft, chats=template is not None)
     _packing(draft, chats=template is not None)
     _adapters(draft)
     for key in ("eos_token", "pad_token"):
-        token = draft.pop(key)
-        if token is not None:
-            draft.put(f"data.special_tokens.{key}", token, key)
+        draft.move(f"data.special_tokens.{key}", key)
 
 
 def _data(draft: Draft, chats: bool) -> None:
@@ -102,9 +101,7 @@ def _data(draft: Draft, chats: bool) -> None:
         draft.drop("dataset_test_split", second, "nothing asks for an evaluation of it")
     if answers is not None:
         draft.needless("assistant_only_loss", answers, _ANSWERS)
-    own = draft.pop("completion_only_loss")
-    if own is not None:
-        draft.needless("completion_only_loss", own, _ANSWERS)
+    draft.leave_out("completion_only_loss", _ANSWERS)
 
 
 def _packing(draft: Draft, chats: bool) -> None:
@@ -131,9 +128,7 @@ def _adapters(draft: Draft) -> None:
         ("lora_alpha", "alpha", 32),
         ("lora_dropout", "dropout", 0.05),
     ):
-        node = draft.pop(key)
-        if node is not None:
-            draft.put(f"model.lora.{ours}", node, key)
+        draft.move(f"model.lora.{ours}", key)
         draft.assume(f"model.lora.{ours}", usual, "TRL's default")
     names = draft.pop("lora_target_modules")
     if names is not None:
