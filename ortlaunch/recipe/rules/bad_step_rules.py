@@ -22,9 +22,8 @@ def bad_step_rules(recipe: Recipe) -> Iterator[Problem]:
     for name, action in _LIMITS.items():
         limit = getattr(train, name)
         if limit != Train.model_fields[name].default and action not in actions(train):
-            paths = (f"train.{name}", "train.on_nonfinite", "train.on_spike")
             yield (
-                paths,
+                (f"train.{name}", "train.on_nonfinite", "train.on_spike"),
                 f"got {limit}, and no setting uses {action}; also set train.on_nonfinite: {action}",
             )
     spike = train.on_spike
@@ -39,9 +38,8 @@ def bad_step_rules(recipe: Recipe) -> Iterator[Problem]:
         and raw.get("check_grad_overflow") is False
         and actions(train) != {"stop"}
     ):
-        paths = ("zero.deepspeed", "train.on_nonfinite", "train.on_spike")
         yield (
-            paths,
+            ("zero.deepspeed", "train.on_nonfinite", "train.on_spike"),
             "has bf16.check_grad_overflow: false, with which DeepSpeed applies bad steps; "
             "leave it out",
         )

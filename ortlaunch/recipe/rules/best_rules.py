@@ -47,33 +47,41 @@ def _metric(recipe: Recipe, path: str, asked: DirectedMetric) -> Iterator[Proble
     known = metrics_of(recipe.model.task)
     own = recipe.train.metric is not None or recipe.model.traits.is_own
     if asked.metric not in known and not own:
-        message = (
-            f"got {asked.metric}; evaluations of task {recipe.model.task} have {', '.join(known)}"
+        yield (
+            (f"{path}.metric", "model.task"),
+            f"got {asked.metric}; evaluations of task {recipe.model.task} have {', '.join(known)}",
         )
-        yield (f"{path}.metric", "model.task"), message
     elif asked.metric not in known and asked.mode is None:
-        message = f"is missing: give min or max, because {asked.metric} is your own metric"
-        yield (f"{path}.mode", f"{path}.metric"), message
+        yield (
+            (f"{path}.mode", f"{path}.metric"),
+            f"is missing: give min or max, because {asked.metric} is your own metric",
+        )
 
 
 def _sweep(recipe: Recipe, sweep: Search) -> Iterator[Problem]:
     for number, asked in enumerate(sweep.metrics):
         yield from _metric(recipe, f"sweep.metrics[{number}]", asked)
     if recipe.data.evaluation is None:
-        why = "needs evaluations; set data.evaluation, or data.evaluation: {share: 0.05}"
-        yield ("sweep.metrics", "data.evaluation"), why
+        yield (
+            ("sweep.metrics", "data.evaluation"),
+            "needs evaluations; set data.evaluation, or data.evaluation: {share: 0.05}",
+        )
     if sweep.most is None and sweep.steps is None and sweep.hours is None:
         yield ("sweep.trials",), "is missing: give trials, steps or hours"
     endless = [name for name, one in sweep.space.items() if one.values is None]
     if sweep.sampler == "grid" and endless:
-        why = f"got grid, but {', '.join(endless)} has no finite set of values; use choice or int"
-        yield ("sweep.sampler", "sweep.space"), why
-    if sweep.pruner != "none" and not recipe.train.evaluates:
-        why = (
-            f"got {sweep.pruner}, which compares evaluations before the end; set "
-            "train.evaluate_every_steps or evaluate_every_epochs"
+        yield (
+            ("sweep.sampler", "sweep.space"),
+            f"got grid, but {', '.join(endless)} has no finite set of values; use choice or int",
         )
-        yield ("sweep.pruner", "train.evaluate_every_steps"), why
+    if sweep.pruner != "none" and not recipe.train.evaluates:
+        yield (
+            ("sweep.pruner", "train.evaluate_every_steps"),
+            (
+                f"got {sweep.pruner}, which compares evaluations before the end; set "
+                "train.evaluate_every_steps or evaluate_every_epochs"
+            ),
+        )
     for name in ("pruner", "sampler"):
         chosen = getattr(sweep, name)
         if len(sweep.metrics) > 1 and chosen not in ("none", "random", "grid", "tpe", "gp"):
@@ -82,5 +90,7 @@ def _sweep(recipe: Recipe, sweep: Search) -> Iterator[Problem]:
                 f"got {chosen}, which improves one metric only",
             )
     if sweep.submit and recipe.submit.scheduler != "slurm":
-        why = f"got true, and submit.scheduler is {recipe.submit.scheduler}; only slurm runs trials"
-        yield ("sweep.submit", "submit.scheduler"), why
+        yield (
+            ("sweep.submit", "submit.scheduler"),
+            f"got true, and submit.scheduler is {recipe.submit.scheduler}; only slurm runs trials",
+        )

@@ -91,10 +91,10 @@ def _corpus(path: str, corpus: Corpus) -> Iterator[Problem]:
         other = "response_column" if pair == ["prompt_column"] else "prompt_column"
         yield (f"{path}.{other}", f"{path}.{pair[0]}"), f"is missing: {pair[0]} needs it"
     if corpus.role_key == corpus.content_key:
-        message = (
-            f"got {corpus.content_key}, which is role_key, too; they are two keys of a message"
+        yield (
+            (f"{path}.content_key", f"{path}.role_key"),
+            f"got {corpus.content_key}, which is role_key, too; they are two keys of a message",
         )
-        yield (f"{path}.content_key", f"{path}.role_key"), message
     pairs = bool(pair or corpus.prompt)
     form = "messages_column" if corpus.messages_column else "prompt_column" if pairs else ""
     fields = {
@@ -128,10 +128,10 @@ def _prompt(path: str, corpus: Corpus, prompt: str | PromptTemplate) -> Iterator
     for key in ("template", "without_input"):
         names = PLACES.findall(getattr(form, key) or "{instruction}")
         for name in sorted({*names} - {*PLACE_NAMES}):
-            message = (
-                f"got {{{name}}}; it may have {', '.join(f'{{{each}}}' for each in PLACE_NAMES)}"
+            yield (
+                (f"{path}.prompt.{key}",),
+                f"got {{{name}}}; it may have {', '.join(f'{{{each}}}' for each in PLACE_NAMES)}",
             )
-            yield (f"{path}.prompt.{key}",), message
         if "instruction" not in names:
             yield (f"{path}.prompt.{key}",), "has no {instruction}, the text of prompt_column"
     for key, name in (("system_column", "system"), ("input_column", "input")):
@@ -149,10 +149,10 @@ def _stream(key: str, corpus: Corpus, recipe: Recipe) -> Iterator[Problem]:
     if stream is None:
         remote = next((each for each in corpus.path or () if "://" in each), None)
         if remote:
-            message = (
-                f"got {remote}; to read a URL give {path}: {{buffer: 2GiB}}; or copy or mount it"
+            yield (
+                (f"{key}.path",),
+                f"got {remote}; to read a URL give {path}: {{buffer: 2GiB}}; or copy or mount it",
             )
-            yield (f"{key}.path",), message
         return
     data = recipe.data
     traits = recipe.model.traits
@@ -190,8 +190,10 @@ def _mixture(data: Data) -> Iterator[Problem]:
     for number, part in enumerate(data.parts):
         key = f"data.train[{number}]"
         if part.weight is None and total:
-            message = "is null, and other sources have a number: null for all sources, or none"
-            yield (f"{key}.weight", "data.train"), message
+            yield (
+                (f"{key}.weight", "data.train"),
+                "is null, and other sources have a number: null for all sources, or none",
+            )
         if part.weight and part.weight / total < _SMALLEST_SHARE:
             yield (
                 (f"{key}.weight", "data.train"),
@@ -199,9 +201,8 @@ def _mixture(data: Data) -> Iterator[Problem]:
                 "65,536; leave it out",
             )
         if is_custom(part.source) and not data.is_custom:
-            paths = (f"{key}.source", "data.train")
             yield (
-                paths,
+                (f"{key}.source", "data.train"),
                 "is custom, and other sources of data.train are not: use custom for all or none",
             )
 
@@ -217,8 +218,10 @@ def _kinds(recipe: Recipe) -> Iterator[Problem]:
     if isinstance(held, HeldOut):
         yield from _held_out(held, traits.pairs and not own)
     elif held is not None and is_custom(held) != own:
-        paths = ("data.evaluation", "data.train.format", "data.evaluation.format")
-        yield paths, "must be custom if and only if data.train is custom"
+        yield (
+            ("data.evaluation", "data.train.format", "data.evaluation.format"),
+            "must be custom if and only if data.train is custom",
+        )
     for key in ("tokenizer", "sequence_length"):
         if own and getattr(data, key) is not None:
             yield (
@@ -231,9 +234,8 @@ def _kinds(recipe: Recipe) -> Iterator[Problem]:
                 "is missing: text needs a tokenizer and a sequence_length",
             )
     if data.masked_lm is not None and (own or traits.predicts != "masked"):
-        paths = ("data.masked_lm", "model.task", "data.train.format")
         yield (
-            paths,
+            ("data.masked_lm", "model.task", "data.train.format"),
             "is for the tasks masked-lm and pretraining on text, not for "
             f"{'custom data' if own else task}",
         )
@@ -245,8 +247,10 @@ def _kinds(recipe: Recipe) -> Iterator[Problem]:
     for key, source in data.sources():
         labels = isinstance(source, Corpus) and source.format != "text"
         if traits.label and not labels:
-            message = f"has no labels; {task} needs format jsonl, parquet, hub or custom"
-            yield (key, "model.task", f"{key}.format"), message
+            yield (
+                (key, "model.task", f"{key}.format"),
+                f"has no labels; {task} needs format jsonl, parquet, hub or custom",
+            )
 
 
 def _held_out(held: HeldOut, pairs: bool) -> Iterator[Problem]:
@@ -277,8 +281,10 @@ def _chats(data: Data, task: str) -> Iterator[Problem]:
             "has no effect without chats: no source has a messages_column",
         )
     if written and isinstance(data.tokenizer, TokenizerTraining) and data.chat_template is None:
-        paths = ("data.chat_template", "data.tokenizer.train", chats[0])
-        yield paths, "is missing: a tokenizer that is trained here has no chat template of its own"
+        yield (
+            ("data.chat_template", "data.tokenizer.train", chats[0]),
+            "is missing: a tokenizer that is trained here has no chat template of its own",
+        )
 
 
 def _packing(data: Data, task: str) -> Iterator[Problem]:
@@ -287,8 +293,10 @@ def _packing(data: Data, task: str) -> Iterator[Problem]:
     if data.packing and len(texts) == len([*data.sources()]):
         yield ("data.packing", "data.train"), "has no effect without chats; text is always packed"
     elif data.packing and texts and data.attend_across_documents:
-        message = f"is missing: false; {texts[0]} is text, and packed chats never attend to others"
-        yield (path, "data.packing"), message
+        yield (
+            (path, "data.packing"),
+            f"is missing: false; {texts[0]} is text, and packed chats never attend to others",
+        )
     if data.packing and data.lengths:
         key = "data.bucket_lengths" if data.bucket_lengths else "data.padding"
         yield (key, "data.packing"), "has no effect with data.packing, whose samples are full"
@@ -341,12 +349,13 @@ def _words(data: Data, task: str) -> Iterator[Problem]:
         )
     trained = isinstance(tokenizer, TokenizerTraining) and tokenizer.train
     if trained == "bpe" and MODEL_TASKS[task].predicts == "masked":
-        paths = ("data.tokenizer.train", "model.task")
-        yield paths, f"got bpe, which has no [MASK] token, for task {task}; use wordpiece"
+        yield (
+            ("data.tokenizer.train", "model.task"),
+            f"got bpe, which has no [MASK] token, for task {task}; use wordpiece",
+        )
     most = data.masked_lm.max_predictions if data.masked_lm else None
     if most and length and most >= length:
-        paths = ("data.masked_lm.max_predictions", "data.sequence_length")
         yield (
-            paths,
+            ("data.masked_lm.max_predictions", "data.sequence_length"),
             f"got {most}, and a sequence has {length} tokens; BERT uses 20 of 128, 80 of 512",
         )

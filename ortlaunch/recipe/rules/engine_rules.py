@@ -40,9 +40,8 @@ _NEEDS = {
 def engine_rules(recipe: Recipe) -> Iterator[Problem]:
     """Yield every broken rule about the engine's settings."""
     if recipe.engine.matmul_precision != "highest" and recipe.format.is_narrow:
-        path = ("engine.matmul_precision", "precision")
         yield (
-            path,
+            ("engine.matmul_precision", "precision"),
             f"has no effect with {recipe.precision}: it changes the matmul of float32 only; "
             "leave it out",
         )
@@ -50,11 +49,15 @@ def engine_rules(recipe: Recipe) -> Iterator[Problem]:
     yield from _chunked_loss(recipe)
     yield from function("engine.postprocess", recipe.engine.postprocess)
     if recipe.model.lora and recipe.model.lora.target_parameters and recipe.engine.name == "ort":
-        paths = ("model.lora.target_parameters", "engine.name")
-        yield paths, "got engine ort, which has no adapters on single weights; use eager"
+        yield (
+            ("model.lora.target_parameters", "engine.name"),
+            "got engine ort, which has no adapters on single weights; use eager",
+        )
     if recipe.model.offload_activations and recipe.engine.name != "eager":
-        paths = ("model.offload_activations", "engine.name")
-        yield paths, f"got engine {recipe.engine.name}; engine eager alone has it"
+        yield (
+            ("model.offload_activations", "engine.name"),
+            f"got engine {recipe.engine.name}; engine eager alone has it",
+        )
     # The fields below belong to engine ort; `_engine` of rules.py reports them with other engines.
     if recipe.engine.name != "ort":
         return
@@ -70,16 +73,14 @@ def _chunked_loss(recipe: Recipe) -> Iterator[Problem]:
     if isinstance(recipe.engine.chunked_loss, str):
         return
     if not recipe.model.traits.predicts:
-        path = ("engine.chunked_loss", "model.task")
         yield (
-            path,
+            ("engine.chunked_loss", "model.task"),
             f"has no effect with task {recipe.model.task}, which has no output layer over a "
             "vocabulary; leave it out",
         )
     if recipe.zero and recipe.zero.stage == 3:
-        path = ("engine.chunked_loss", "zero.stage")
         yield (
-            path,
+            ("engine.chunked_loss", "zero.stage"),
             "has no effect with ZeRO 3, which shards the weight of the output layer; leave it out",
         )
 
@@ -87,27 +88,24 @@ def _chunked_loss(recipe: Recipe) -> Iterator[Problem]:
 def engine_device_rules(recipe: Recipe, device: str) -> Iterator[Problem]:
     """Yield the problems of settings that have no effect on the device."""
     if device != "cpu" and recipe.engine.onednn is not None:
-        path = ("engine.onednn", "launch.device")
         yield (
-            path,
+            ("engine.onednn", "launch.device"),
             f"has no effect on {device}: it changes torch's matmul on CPU only; leave it out",
         )
     if recipe.engine.name != "ort":
         return
     if device != "cpu":
         if recipe.engine.torch_matmul is not None:
-            path = ("engine.torch_matmul", "launch.device")
             yield (
-                path,
+                ("engine.torch_matmul", "launch.device"),
                 f"has no effect on {device}: it is for ONNX Runtime's CPU kernels; leave it out",
             )
         return
     # ONNX Runtime's CPU kernels have no lower precision for float32 matmuls.
     own = ort_multiplies(recipe)
     if recipe.engine.matmul_precision != "highest" and own:
-        path = ("engine.matmul_precision", "launch.device")
         yield (
-            path,
+            ("engine.matmul_precision", "launch.device"),
             f"has no effect with {own}: ONNX Runtime computes its matmul in float32; leave one out",
         )
     for name, why in CUDA_ONLY.items():
@@ -121,16 +119,14 @@ def _onednn(recipe: Recipe) -> Iterator[Problem]:
     if engine.onednn is None:
         return
     if recipe.format.is_narrow:
-        path = ("engine.onednn", "precision")
         yield (
-            path,
+            ("engine.onednn", "precision"),
             f"has no effect with {recipe.precision}: it changes the matmul of float32 only; "
             "leave it out",
         )
     if engine.matmul_precision != "highest":
-        path = ("engine.onednn", "engine.matmul_precision")
         yield (
-            path,
+            ("engine.onednn", "engine.matmul_precision"),
             f"has no effect with matmul_precision {engine.matmul_precision}, which is oneDNN's; "
             "leave one out",
         )
@@ -162,13 +158,14 @@ def _pairs(recipe: Recipe) -> Iterator[Problem]:
         if getattr(engine, name) and not getattr(engine, other):
             yield (f"engine.{name}", f"engine.{other}"), f"has no effect without {other}: true"
     if engine.print_input_density and engine.sparsity_optimizer is False:
-        paths = ("engine.print_input_density", "engine.sparsity_optimizer")
-        yield paths, "has no effect without sparsity_optimizer, which measures the density"
+        yield (
+            ("engine.print_input_density", "engine.sparsity_optimizer"),
+            "has no effect without sparsity_optimizer, which measures the density",
+        )
     for name in ("efficient_attention", "flash_attention"):
         if getattr(engine, name) and recipe.model.attention == "sdpa":
-            paths = (f"engine.{name}", "model.attention")
             yield (
-                paths,
+                (f"engine.{name}", "model.attention"),
                 "has no effect with attention sdpa: it replaces attention written as matmul "
                 "and softmax; use eager",
             )
@@ -227,11 +224,13 @@ def _precision(recipe: Recipe) -> Iterator[Problem]:
         ):
             continue
         how = "DeepSpeed, whose weights are 16 bits wide" if recipe.zero else recipe.precision
-        message = (
-            f"has no effect with {how}: it moves the casts of autocast, which only fp16 without "
-            "DeepSpeed has"
+        yield (
+            (f"engine.{name}", "precision", "zero"),
+            (
+                f"has no effect with {how}: it moves the casts of autocast, which only fp16 without "
+                "DeepSpeed has"
+            ),
         )
-        yield (f"engine.{name}", "precision", "zero"), message
 
 
 def _triton(recipe: Recipe) -> Iterator[Problem]:

@@ -66,8 +66,10 @@ def device_rules(recipe: Recipe, device: str, hosts: str = "the run's hosts") ->
     if device != "cpu":
         return
     if recipe.model.offload_activations:
-        paths = ("model.offload_activations", "launch.device")
-        yield paths, "has no effect on a CPU, whose activations are in host memory; leave it out"
+        yield (
+            ("model.offload_activations", "launch.device"),
+            "has no effect on a CPU, whose activations are in host memory; leave it out",
+        )
     # Often this is a login node, and the hosts of the run have GPUs: the message suggests both remedies.
     found = recipe.launch.device == "auto"
     cpu = "CPU (launch.device is auto, and this host has no visible GPU)" if found else "CPU"
@@ -90,11 +92,13 @@ def device_rules(recipe: Recipe, device: str, hosts: str = "the run's hosts") ->
 def task_rules(recipe: Recipe, task: str) -> Iterator[Problem]:
     """Yield the problems of a recipe for the task that the command gives the ranks."""
     if TASKS[task].compares and recipe.engine.name == "auto":
-        message = (
-            "got auto, but the comparison with plain PyTorch needs a fixed engine; use ort or "
-            "inductor"
+        yield (
+            ("engine.name",),
+            (
+                "got auto, but the comparison with plain PyTorch needs a fixed engine; use ort or "
+                "inductor"
+            ),
         )
-        yield ("engine.name",), message
 
 
 def _batch(recipe: Recipe) -> Iterator[Problem]:
@@ -245,20 +249,21 @@ def _engine(recipe: Recipe) -> Iterator[Problem]:
     # The rules of the other engines apply when one of them is chosen.
     if engine.name == "auto":
         if recipe.batch.micro_size == "auto":
-            paths = ("engine.name", "batch.micro_size")
             yield (
-                paths,
+                ("engine.name", "batch.micro_size"),
                 "got auto beside micro_size: auto, and each is measured with the other fixed; "
                 "set one of them",
             )
         return
     if engine.name != "ort":
         for key in sorted(chosen(engine) - {*_EVERY_ENGINES, *_PARITY}):
-            message = (
-                f"has no effect with engine {engine.name}: it is for ort; leave it out, or write "
-                "null"
+            yield (
+                (f"engine.{key}", "engine.name"),
+                (
+                    f"has no effect with engine {engine.name}: it is for ort; leave it out, or write "
+                    "null"
+                ),
             )
-            yield (f"engine.{key}", "engine.name"), message
         return
     if recipe.zero and recipe.zero.stage == 3:
         yield (
@@ -275,11 +280,13 @@ def _parity(recipe: Recipe) -> Iterator[Problem]:
     asked = [key for key in _PARITY if key in chosen(engine)]
     if engine.name == "eager":
         for key in asked:
-            message = (
-                "has no effect with engine eager: it compares another engine with plain "
-                "PyTorch; leave it out, or choose one: engine.name=ort"
+            yield (
+                (f"engine.{key}", "engine.name"),
+                (
+                    "has no effect with engine eager: it compares another engine with plain "
+                    "PyTorch; leave it out, or choose one: engine.name=ort"
+                ),
             )
-            yield (f"engine.{key}", "engine.name"), message
     elif engine.name != "auto" and not compared_steps(recipe).steps:
         for key in set(asked) - {"parity_steps"}:
             yield (
@@ -303,9 +310,8 @@ def _train(recipe: Recipe) -> Iterator[Problem]:
             "is missing: set max_steps or epochs",
         )
     if steps is not None and epochs is not None:
-        paths = ("train.epochs", "train.max_steps")
         yield (
-            paths,
+            ("train.epochs", "train.max_steps"),
             f"got {epochs:g} beside max_steps: {steps}; keep one, and write null in place of the "
             "other",
         )

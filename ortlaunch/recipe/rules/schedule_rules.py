@@ -26,8 +26,10 @@ def schedule_rules(recipe: Recipe) -> Iterator[Problem]:
             "is given beside warmup_steps; keep one",
         )
     if schedule.warmup_power != 1 and not (schedule.warmup_steps or schedule.warmup_ratio):
-        paths = ("schedule.warmup_power", "schedule.warmup_steps")
-        yield paths, "has no effect without a warm-up; also set warmup_steps or warmup_ratio"
+        yield (
+            ("schedule.warmup_power", "schedule.warmup_steps"),
+            "has no effect without a warm-up; also set warmup_steps or warmup_ratio",
+        )
     steps = recipe.train.max_steps
     if schedule.warmup_steps is not None and steps is not None and schedule.warmup_steps > steps:
         yield (
@@ -64,8 +66,10 @@ def _overlap(schedule: Schedule, steps: int | None) -> Iterator[Problem]:
         warmup = schedule.warmup_steps / steps
     # Rounding: 0.9 + 0.1 must not exceed 1. A warm-up above 1 has an error of its own.
     if warmup <= 1 < round(warmup + schedule.decay_ratio, 9):
-        message = (
-            f"got {schedule.decay_ratio:g} of the steps beside a warm-up of {warmup:.3g} of them; "
-            "they overlap"
+        yield (
+            ("schedule.decay_ratio", f"schedule.{field}", "schedule.name"),
+            (
+                f"got {schedule.decay_ratio:g} of the steps beside a warm-up of {warmup:.3g} of them; "
+                "they overlap"
+            ),
         )
-        yield ("schedule.decay_ratio", f"schedule.{field}", "schedule.name"), message
