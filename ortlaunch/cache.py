@@ -74,8 +74,7 @@ def require_own(path: Path) -> None:
     Raises:
         FileError: the path belongs to another user, or others may write to it.
     """
-    why = foreign(path)
-    if why:
+    if why := foreign(path):
         mend = f"type: rm -r {shlex.quote(str(path))} (its contents are rebuilt)"
         if why.startswith("belongs"):
             mend = "set ORTLAUNCH_CACHE to a folder of your own"
@@ -152,8 +151,7 @@ def changed(record: Path) -> str:
 
 def renew(record: Path, make: Callable[[], Sequence[Path]]) -> None:
     """Call `make` to write the files of a seal, unless they are valid; note a change of theirs."""
-    why = changed(record)
-    if why:
+    if why := changed(record):
         if record.exists():
             _NOTES.append(f"{why}; rebuilt")
         record.unlink(missing_ok=True)

@@ -222,8 +222,7 @@ def oom_kills() -> int | None:
     for version, folder in _control_groups("memory"):
         with contextlib.suppress(OSError):
             text = (folder / {1: "memory.oom_control", 2: "memory.events"}[version]).read_text()
-            found = re.search(r"^oom_kill (\d+)$", text, re.MULTILINE)
-            if found:
+            if found := re.search(r"^oom_kill (\d+)$", text, re.MULTILINE):
                 return int(found[1])
     return None
 

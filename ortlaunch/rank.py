@@ -178,8 +178,7 @@ def _choose(sets: Sequence[_Set], env: Mapping[str, str]) -> _Set | None:
     nested = elastic or [found for found in complete if found.launcher not in (_TORCH, _SLURM)]
     # A Slurm step around mpirun or torchrun starts their daemons, so its tasks are not the ranks.
     level = [found for found in sets if not (nested and found.launcher == _SLURM)]
-    partial = [found for found in level if found.missing and not _echoes(found, complete)]
-    if partial:
+    if partial := [found for found in level if found.missing and not _echoes(found, complete)]:
         raise RankError("\n".join(_partial(found, complete, env) for found in partial))
     rivals = elastic or [found for found in level if not found.missing]
     for other in rivals[1:]:

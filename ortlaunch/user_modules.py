@@ -109,8 +109,7 @@ def _users_own(name: str, places: tuple[Path, ...]) -> tuple[str, str | None]:
     A package without __init__.py has a folder instead of a file.
     """
     for folder in map(os.path.abspath, places):
-        spec = PathFinder.find_spec(name, [folder])
-        if spec:
+        if spec := PathFinder.find_spec(name, [folder]):
             return folder, _file(spec) or next(iter(spec.submodule_search_locations or ()))
     return "", None
 

@@ -161,8 +161,7 @@ def _record(folder: SweepDir, recipe: Recipe) -> None:
     if folder.journal.exists():
         before = read_resolved(folder.run.recipe).model_dump(mode="json")
         found = differences(before, recipe.model_dump(mode="json"))
-        changed = [line for line in found if not line.startswith(_LIMITS)]
-        if changed:
+        if changed := [line for line in found if not line.startswith(_LIMITS)]:
             raise PlanError(
                 f"{folder}: is the sweep of another recipe; give another --run-dir, or undo\n"
                 + "\n".join(changed)

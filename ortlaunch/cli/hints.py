@@ -79,8 +79,7 @@ class Verb(TyperCommand):
             for name in (*option.opts, *option.secondary_opts)
         }
         for number, word in _unknown(args, ours):
-            hint = _hint(word, args[number + 1 : number + 2], ours)
-            if hint:
+            if hint := _hint(word, args[number + 1 : number + 2], ours):
                 raise InputError(f"no such option: {word.partition('=')[0]}; {hint}")
         # Other launchers accept `auto` or `gpu` here; Typer would only report no valid integer.
         for number, word in enumerate(args):

@@ -102,8 +102,7 @@ def start(request: DeviceRequest, overrides: tuple[str, ...] | None) -> int:
 
 def _artifacts(folder: str) -> DeviceFolder:
     place = DeviceFolder(folder)
-    missing = place.missing()
-    if missing:
+    if missing := place.missing():
         raise InputError(
             f"{place} is not a folder of training artifacts: it lacks {', '.join(missing)}; "
             "ortlaunch export RUN --format ondevice writes one"

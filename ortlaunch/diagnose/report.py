@@ -110,8 +110,7 @@ def _evidence(found: Evidence, failure: Failure) -> Iterator[str]:
         log = evidence.last_lines(found.run, record["rank"])
         shown = short.splitlines() if short.startswith("Traceback") else log
         yield from (f"    | {line}" for line in shown)
-    others = [f"{record['rank']}" for record in found.records[1:]]
-    if others:
+    if others := [f"{record['rank']}" for record in found.records[1:]]:
         yield f"  rank {', '.join(others[:16])} ended later: {len(others)} in all"
     if not found.records and found.text:
         said = [line for line in found.text.strip().splitlines() if not line.startswith(CONTINUE)]
@@ -144,8 +143,7 @@ def _meaning(code: int) -> str:
 
 def _progress(found: Evidence) -> Iterator[str]:
     """Yield the last logged step, skipped and bad steps, and the newest complete checkpoint."""
-    steps = evidence.json_lines(found.run.metrics, "step", "loss")
-    if steps:
+    if steps := evidence.json_lines(found.run.metrics, "step", "loss"):
         loss = number(steps[-1]["loss"])
         first = steps[0]
         last = steps[-1]

@@ -22,8 +22,7 @@ def require(recipe: Recipe, world: World) -> None:
     Raises:
         MissingDependency: something is missing; one line for each item.
     """
-    missing = [": ".join(filter(None, words)) for words in lacking(recipe, world)]
-    if missing:
+    if missing := [": ".join(filter(None, words)) for words in lacking(recipe, world)]:
         raise MissingDependency("\n".join(missing))
 
 

@@ -70,8 +70,7 @@ def _follow_flag(wrapper: Any) -> None:
         return bool(inside._original_module.training if inside else vars(wrapped)["training"])
 
     def write(wrapped: OrtModule, mode: bool) -> None:
-        inside = vars(wrapped).get("_torch_module")
-        if inside:
+        if inside := vars(wrapped).get("_torch_module"):
             inside._original_module.training = mode
         else:
             vars(wrapped)["training"] = mode

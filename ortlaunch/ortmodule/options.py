@@ -84,8 +84,7 @@ def report() -> Json:
 
 def _require(settings: Settings) -> None:
     """Refuse settings that ORT would ignore with the installed versions."""
-    refusal = extensions.interop_refusal()
-    if refusal:
+    if refusal := extensions.interop_refusal():
         named = ["torch_operators"] if not isinstance(settings.torch_operators, str) else []
         for name in (
             *_NEEDS_INTEROP,

@@ -147,8 +147,7 @@ def _part(
         except _Refused as error:
             draft.drop(f"{key} {name}", node, f"{error}; give a source of data.{part}")
             continue
-        media = [each for each in _MEDIA if each in (info.get("columns") or {})]
-        if media:
+        if media := [each for each in _MEDIA if each in (info.get("columns") or {})]:
             place = node.key_place or node.place
             why = "beside text they cannot be trained here"
             raise InputError(f"{place}: {key}: the rows of {name} have {media[0]}: {why}")

@@ -186,8 +186,7 @@ def _collect(
     seen: dict[str, str] = {}
     for number, content in lines:
         problems: _Problems = []
-        host = _read(content, default_slots, marks, problems)
-        if host:
+        if host := _read(content, default_slots, marks, problems):
             hosts.append(host)
             _refuse_repeated(host, f"{source}:{number}:{_column(content)}", seen, complaints)
         complaints += [f"{source}:{number}:{column}: {text}" for column, text in problems]
@@ -341,8 +340,7 @@ def _filter(text: str, option: str, hosts: dict[str, Host]) -> dict[str, tuple[i
     named: dict[str, tuple[int, ...]] = {}
     complaints: list[str] = []
     for match in re.finditer(r"(?:^|(?<=@))[^@]*", text):
-        problem = _want(match[0], hosts, named)
-        if problem:
+        if problem := _want(match[0], hosts, named):
             complaints.append(f"{option}:1:{match.start() + _column(match[0])}: {problem}")
     if complaints:
         raise HostfileError("\n".join(complaints))
@@ -362,8 +360,7 @@ def _want(item: str, hosts: dict[str, Host], named: dict[str, tuple[int, ...]]) 
         return f"host {name!r} is named twice; write it once, with all its slots: {name}:0,1"
     devices = {str(device): device for device in hosts[name].devices}
     wanted = [slot.strip() for slot in slots.split(",")] if colon else list(devices)
-    strange = [slot for slot in wanted if slot not in devices]
-    if strange:
+    if strange := [slot for slot in wanted if slot not in devices]:
         return (
             f"host {name!r} has no slot {_listed(strange)}; its slots are {_listed(list(devices))}"
         )

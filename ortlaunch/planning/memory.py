@@ -158,8 +158,7 @@ def _llama(c: Json, task: str) -> list[int]:
     attention += [heads * width, kv * width, kv * width, h] if c["attention_bias"] else []
     mlp = [h * i, h * i, i * h, *([i, i, h] if c["mlp_bias"] else [])]
     head = [] if c.get("tie_word_embeddings", False) else [vocab * h]
-    label = MODEL_TASKS[task].label
-    if label:
+    if label := MODEL_TASKS[task].label:
         labels = _labels(c, task)
         head = [labels * h, *([labels] if label == "word" else [])]
     own = DECODERS[c["model_type"]]

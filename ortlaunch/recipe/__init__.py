@@ -66,8 +66,7 @@ class RecipeFile:
 
     def require(self, problems: Iterable[Problem]) -> None:
         """Raise RecipeError with the lines of all problems, if there are any."""
-        lines = [self.explain(problem) for problem in problems]
-        if lines:
+        if lines := [self.explain(problem) for problem in problems]:
             raise RecipeError(lines)
 
 

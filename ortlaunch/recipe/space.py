@@ -26,8 +26,7 @@ def space_problems(tree: Tree, search: Search) -> list[Line]:
     found = list(_single(tree, search))
     together = combinations([*search.space.items()], lambda one: one.ends, {})
     for fields in itertools.islice(together, 0 if found else _MOST):
-        texts = _texts(tree, fields)
-        if texts:
+        if texts := _texts(tree, fields):
             values = ", ".join(assignments(fields)[1:])
             place = tree.where(("sweep", "space"))
             return [Line(place, f"sweep.space: {text} (with {values})") for text in texts]

@@ -260,8 +260,7 @@ def require(found: list[Change], allow: tuple[str, ...], what: str) -> None:
     Raises:
         PlanError: some are not allowed.
     """
-    refused = [change for change in found if change.is_refused(allow)]
-    if refused:
+    if refused := [change for change in found if change.is_refused(allow)]:
         words = " ".join(
             f"--allow {name}" for name in sorted({change.rule.allow for change in refused}) if name
         )

@@ -148,8 +148,7 @@ def copy(name: str, target: Path) -> list[Path]:
     )
     others = [*_bases(source), *_modules([source, *_bases(source)])]
     pairs = [(source, first), *((other, first.parent / other.name) for other in others)]
-    there = [str(new) for _, new in pairs if new.exists()]
-    if there:
+    if there := [str(new) for _, new in pairs if new.exists()]:
         raise InputError(f"{', '.join(there)} exists already; choose another name")
     try:
         # One new folder, as cp -r makes; a path with more is a typing error.

@@ -116,8 +116,7 @@ def _packages(before: Mapping[str, str], after: Mapping[str, str]) -> list[Chang
     )
     told = [change for change in found if change.field.partition(".")[2] in _PACKAGES]
     # A new environment may change a hundred packages; one line counts those without effect.
-    other = len(found) - len(told)
-    if other:
+    if other := len(found) - len(told):
         rule = OTHER_RULES["packages"]
         assert not callable(rule)
         told.append(Change(f"packages, {other} others", "old versions", "new versions", rule))

@@ -141,8 +141,7 @@ class ORTTrainer(Trainer):
             "betas": (args.adam_beta1, args.adam_beta2),
             "eps": args.adam_epsilon,
         }
-        why = _why_not_fused(args, model)
-        if why:
+        if why := _why_not_fused(args, model):
             tally.note(f"{ADAMW_ORT_FUSED}: torch's fused AdamW runs instead: {why}")
             return torch.optim.AdamW, {**settings, "fused": True}
         from onnxruntime.training.optim import FusedAdam

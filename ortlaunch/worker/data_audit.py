@@ -198,8 +198,7 @@ def _sources(samples: Any) -> Iterator[Any]:
 
 def _left_out(chats: Sequence[Conversations]) -> Iterator[Finding]:
     total = sum(len(each.ends) for each in chats)
-    without = total - sum(len(each.kept) for each in chats)
-    if without:
+    if without := total - sum(len(each.kept) for each in chats):
         text = f"{without:,} of {total:,} chats have no learned token"
         yield Finding("no_answers", text, without / total, total)
 
@@ -335,8 +334,7 @@ def _answers(
 def _split_marks(tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
     """Yield the marks of the chat template that are no tokens of the tokenizer."""
     known = tokenizer.get_vocab()
-    split = sorted({*_MARKS.findall(str(tokenizer.chat_template))} - known.keys())
-    if split:
+    if split := sorted({*_MARKS.findall(str(tokenizer.chat_template))} - known.keys()):
         text = f"{', '.join(split)} of the chat template are no tokens of data.tokenizer"
         yield Finding("split_marks", f"{text}; is it another model's? (data.added_tokens)")
 
@@ -352,8 +350,7 @@ def _overlap(
         same: whether the recipe has one source for both, so that its user knows of it.
     """
     known = {row.ids.tobytes() for row in train}
-    found = [row for row in rows if row.ids.tobytes() in known]
-    if found:
+    if found := [row for row in rows if row.ids.tobytes() in known]:
         text = f"{len(found):,} of {len(rows):,} rows are in data.train, too, as "
         share = 0.0 if same else len(found) / len(rows)
         example = _text(found[0], train, tokenizer)

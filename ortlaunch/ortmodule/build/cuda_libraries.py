@@ -78,8 +78,7 @@ def preload() -> None:
 
 def check() -> str:
     """Return why ONNX Runtime does not run on this process's GPU; empty if it does."""
-    absent = missing()
-    if absent:
+    if absent := missing():
         names = ", ".join(library.name for library in absent)
         return (
             f"the CUDA libraries of onnxruntime-training are not installed ({names}). "

@@ -280,8 +280,7 @@ def _search_path() -> str:
 
 
 def _require_tools() -> None:
-    lacking = list(_lacking_tools())
-    if lacking:
+    if lacking := list(_lacking_tools()):
         raise MissingDependency(
             f"building ORT's torch extensions needs: {'; '.join(lacking)}. "
             "Then type: ortlaunch setup"
@@ -320,8 +319,7 @@ def _compile(names: list[str], folder: Path) -> None:
             }
         )
         # Training without torch_interop_utils works, so its failure is recorded and not raised.
-        required = [problem for name, problem in failed.items() if name != INTEROP]
-        if required:
+        if required := [problem for name, problem in failed.items() if name != INTEROP]:
             raise MissingDependency(required[0])
         for name in names:
             if name in failed:

@@ -44,8 +44,7 @@ def fuse_gradient_norm(optimizer: Sharded) -> Applied:
     Returns:
         Whether the methods were replaced; if not, why.
     """
-    why = _left_to_deepspeed(optimizer)
-    if why:
+    if why := _left_to_deepspeed(optimizer):
         return Applied(False, None, why)
     stand_in = _FusedPass(optimizer)
     # Set on the instance only. `restore` deletes them, and the class's own methods show again.
@@ -69,8 +68,7 @@ def _left_to_deepspeed(optimizer: Sharded) -> str:
     # The exact type: a subclass may override methods that the fused pass relies on.
     if type(optimizer) is not DeepSpeedZeroOptimizer:
         return f"only ZeRO 1 and 2 are supported, not {type(optimizer).__name__}"
-    why = unknown_source(DeepSpeedZeroOptimizer)
-    if why:
+    if why := unknown_source(DeepSpeedZeroOptimizer):
         return f"DeepSpeed {deepspeed.__version__} is not supported: {why}"
     if any(name in vars(optimizer) for name in _REPLACED):
         return "the optimizer is modified already"

@@ -100,8 +100,7 @@ def _nothing_drawn() -> Iterator[None]:
     # A draw changes the generator's state.
     before = {name: drawn(source) for name, source in sources.items()}
     yield
-    new = [name for name, source in sources.items() if drawn(source) != before[name]]
-    if new:
+    if new := [name for name, source in sources.items() if drawn(source) != before[name]]:
         raise RuntimeError(
             f"a forward pass draws numbers with Python's {new[0]}, which would be the same in "
             "every step of ONNX Runtime's graph; draw them with torch, or give them to the "

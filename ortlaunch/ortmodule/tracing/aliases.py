@@ -222,8 +222,7 @@ class _Aliases(TorchFunctionMode):
         if not memory.pending or memory.pending[-1][0] is not alias:
             memory.pending.append((alias, value))
         # From now on the first tensor, too, must keep the memory with its changes.
-        first = memory.first()
-        if first:
+        if first := memory.first():
             first.held = memory
 
 

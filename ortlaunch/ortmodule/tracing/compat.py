@@ -282,8 +282,7 @@ def _load(name: str) -> None:
 
 
 def _require_extensions() -> None:
-    missing = extensions.missing()
-    if missing:
+    if missing := extensions.missing():
         why = "; ".join(
             [f"{', '.join(missing)} not in {extensions.cache_dir()}", *extensions.damage()]
         )

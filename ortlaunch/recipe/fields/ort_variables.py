@@ -94,8 +94,7 @@ def variables_in(environ: Mapping[str, str]) -> dict[str, str]:
 def contradictions(engine: Engine, environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Yield (variable, problem) for each variable that contradicts the recipe or has no effect."""
     for name, text in variables_in(environ).items():
-        message = _contradiction(engine, name, text)
-        if message:
+        if message := _contradiction(engine, name, text):
             yield name, message
 
 

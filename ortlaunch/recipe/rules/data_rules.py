@@ -147,8 +147,7 @@ def _stream(key: str, corpus: Corpus, recipe: Recipe) -> Iterator[Problem]:
     path = f"{key}.stream"
     stream = corpus.stream
     if stream is None:
-        remote = next((each for each in corpus.path or () if "://" in each), None)
-        if remote:
+        if remote := next((each for each in corpus.path or () if "://" in each), None):
             yield (
                 (f"{key}.path",),
                 f"got {remote}; to read a URL give {path}: {{buffer: 2GiB}}; or copy or mount it",

@@ -123,8 +123,7 @@ def _field(key: str, value: object, family: str) -> Iterator[Problem]:
         )
         yield (f"{_CONFIG}.{key}",), f"unknown key; {advice}"
         return
-    wanted = _wanted(key, value, {**COMMON_DEFAULTS, **FAMILIES[family]}.get(key))
-    if wanted:
+    if wanted := _wanted(key, value, {**COMMON_DEFAULTS, **FAMILIES[family]}.get(key)):
         yield (f"{_CONFIG}.{key}",), f"got {_shown(value)}; it must be {wanted}"
 
 

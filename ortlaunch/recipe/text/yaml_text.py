@@ -66,8 +66,7 @@ def _composed(text: str, source: str) -> tuple[Any, yaml.Node | None]:
     start = Place(source, 1, 1)
     if len(text) > MAX_CHARACTERS:
         raise SourceError(start, f"has {len(text):,} characters, too many for a recipe")
-    strange = _UNPRINTABLE.search(text)
-    if strange:
+    if strange := _UNPRINTABLE.search(text):
         before = text[: strange.start()]
         place = Place(source, before.count("\n") + 1, strange.start() - before.rfind("\n"))
         raise SourceError(place, f"is not YAML: it holds the character {strange[0]!r}; remove it")
@@ -86,8 +85,7 @@ def _composed(text: str, source: str) -> tuple[Any, yaml.Node | None]:
 def _explained(error: yaml.MarkedYAMLError, source: str, text: str) -> SourceError:
     """Return the parser's error at the place to correct, with its usual cause."""
     # A no-break space is easily copied from a web page, and looks like a space.
-    blank = re.search(r":\xa0", text)
-    if blank:
+    if blank := re.search(r":\xa0", text):
         place = Place(
             source,
             text.count("\n", 0, blank.start()) + 1,

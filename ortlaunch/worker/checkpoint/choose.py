@@ -133,8 +133,7 @@ def explain(
             sep="\n",
             end="\n" if changes else "",
         )
-    refused = [change.line(allow) for change in changes if change.is_refused(allow)]
-    if refused:
+    if refused := [change.line(allow) for change in changes if change.is_refused(allow)]:
         raise CheckpointError(
             "\n  ".join([f"{found.folder} belongs to a different training:", *refused])
         )

@@ -55,8 +55,7 @@ def chat_texts(source: str | Corpus) -> Iterator[str]:
 
 
 def _system(row: Row, source: Corpus) -> Iterator[Json]:
-    text = _optional(row, source.system_column)
-    if text:
+    if text := _optional(row, source.system_column):
         yield {"role": "system", "content": text}
 
 

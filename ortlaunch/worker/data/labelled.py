@@ -361,8 +361,7 @@ def number_as_trained(samples: Samples, known: Mapping[str, int]) -> None:
     parts = _labelled(samples)
     if not _are_words(*parts):
         return
-    unknown = sorted({word for part in parts for word in part.all_labels()} - known.keys())
-    if unknown:
+    if unknown := sorted({word for part in parts for word in part.all_labels()} - known.keys()):
         raise DataError(
             f"data: label {unknown[0]!r} is none of the model's: "
             f"{', '.join(known) or 'it has only numbers'}"

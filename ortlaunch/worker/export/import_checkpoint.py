@@ -53,8 +53,7 @@ def import_checkpoint(
     require()
     state = load_weights(place, checkpoint)
     wanted = read_json(place.description)["parameters"]
-    wrong = [*differences(checkpoint, state, wanted)]
-    if wrong:
+    if wrong := [*differences(checkpoint, state, wanted)]:
         raise CheckpointError("\n".join(wrong))
     # In float32, as a checkpoint and the artifacts are: in bf16 frozen weights would be rounded.
     whole = read_resolved(run.recipe).model_copy(update={"precision": "fp32"})

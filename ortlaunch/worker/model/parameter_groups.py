@@ -123,8 +123,7 @@ def describe_groups(groups: Sequence[Json], module: nn.Module, rate: float) -> l
         )
         for group in groups
     ]
-    frozen = [(name, p.numel()) for name, p in named if not p.requires_grad]
-    if frozen:
+    if frozen := [(name, p.numel()) for name, p in named if not p.requires_grad]:
         sizes = sum(size for _, size in frozen)
         records.append(OptimizerGroup(None, 0.0, 0.0, sizes, [name for name, _ in frozen]))
     return records

@@ -251,8 +251,7 @@ def _inputs_of_graph(path: Path, inputs: list[str]) -> list[str]:
     import onnx
 
     found = {each.name for each in onnx.load(str(path), load_external_data=False).graph.input}
-    unused = [name for name in inputs if name not in found]
-    if unused:
+    if unused := [name for name in inputs if name not in found]:
         print(f"not inputs of the graph, because no output depends on them: {', '.join(unused)}")
     return [name for name in inputs if name in found]
 

@@ -35,8 +35,7 @@ def own_address(hosts: Iterable[str], environ: MutableMapping[str, str]) -> str:
     Raises:
         LaunchError: there is no such address.
     """
-    told = environ.get(_GLOO)
-    if told:
+    if told := environ.get(_GLOO):
         return _address_of(told)
     here = socket.gethostname()
     # A host may be written as user@host.

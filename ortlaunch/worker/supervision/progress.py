@@ -142,8 +142,7 @@ class _ProgressBarFile:
     encoding = sys.stdout.encoding
 
     def write(self, text: str) -> None:
-        shown = text.strip("\r\n ")
-        if shown:
+        if shown := text.strip("\r\n "):
             _print(shown)
 
     def flush(self) -> None:

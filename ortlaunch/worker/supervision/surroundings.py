@@ -55,8 +55,7 @@ class Surroundings:
         """Return whether another rank has recorded its end."""
         # One known file in place of a listing of errors/: thousands of supervisors read it at the
         # moment of a fault.
-        counted = self.run.first_counted()
-        if counted:
+        if counted := self.run.first_counted():
             return any(rank != self.rank for rank in counted)
         return any(path != self.run.error(self.rank) for path in self._failures())
 
