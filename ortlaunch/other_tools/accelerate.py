@@ -15,8 +15,7 @@ def convert(draft: Draft) -> None:
     hosts = draft.pop("num_machines")
     ranks = draft.pop("num_processes")
     count = int(number(hosts) or 1)
-    if hosts is not None:
-        draft.put("launch.nodes", hosts, "num_machines")
+    draft.put("launch.nodes", hosts, "num_machines")
     if ranks is not None:
         each = max(1, int(number(ranks) or 1) // count)
         draft.put("launch.processes_per_node", ranks, "num_processes", each)

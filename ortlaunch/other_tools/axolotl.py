@@ -114,8 +114,7 @@ def _adapter(draft: Draft) -> None:
     # If both are given, `draft.put` reports the second as dropped.
     every = draft.pop("lora_target_linear")
     names = draft.pop("lora_target_modules")
-    if every is not None:
-        draft.put("model.lora.target_modules", every, "lora_target_linear", ["all-linear"])
+    draft.put("model.lora.target_modules", every, "lora_target_linear", ["all-linear"])
     given = names.plain() if names is not None and names.kind == "list" else []
     # A linear layer that the list names, too; the head and the word table are none of them.
     if names is not None and every is not None and not {*given} & {"lm_head", "embed_tokens"}:
@@ -135,8 +134,7 @@ def _adapter(draft: Draft) -> None:
         draft.put("model.lora.alpha", root, "lora_alpha, peft_use_rslora", round(rooted, 6))
         alpha = None
     for node, key, ours in ((rank, "lora_r", "r"), (alpha, "lora_alpha", "alpha")):
-        if node is not None:
-            draft.put(f"model.lora.{ours}", node, key)
+        draft.put(f"model.lora.{ours}", node, key)
         draft.assume(f"model.lora.{ours}", 8, "peft's default")
     return None
 
@@ -459,8 +457,7 @@ def _template(draft: Draft) -> None:
     if named is not None and "messages_column" not in train:
         draft.needless("chat_template", named, "of no effect there: no data set has chats")
         return
-    if own is not None:
-        draft.put("data.chat_template", own, "chat_template_jinja")
+    draft.put("data.chat_template", own, "chat_template_jinja")
     family = re.match("[a-z]*", str(named.scalar).lower()) if named is not None else None
     if named is not None and (own is not None or str(named.scalar).startswith("tokenizer_default")):
         draft.needless(

@@ -97,16 +97,20 @@ class Draft:
         assumed = [value for each, value, _ in self._assumed if each == path]
         return there.plain() if there is not None else assumed[0] if assumed else None
 
-    def put(self, path: str, node: Tree, key: str, value: object = None, why: str = "") -> None:
+    def put(
+        self, path: str, node: Tree | None, key: str, value: object = None, why: str = ""
+    ) -> None:
         """Set a key of the recipe.
 
         Args:
             path: the key of the recipe.
-            node: the config's value.
+            node: the config's value; None: the config has none, and nothing is set.
             key: the config's key, for the report.
             value: the recipe's value; None: that of `node`.
             why: how the meaning differs here; "": it is the same.
         """
+        if node is None:
+            return None
         tree = node if value is None else tree_of(value, node)
         there = self.recipe.find(keys(path))
         # Two keys of the config with one counterpart: equal values are fine.
@@ -126,9 +130,7 @@ class Draft:
 
     def move(self, path: str, key: str, value: object = None, why: str = "") -> None:
         """Set a key of the recipe by one of the config, if the config has it; as `put`."""
-        node = self.pop(key)
-        if node is not None:
-            self.put(path, node, key, value, why)
+        self.put(path, self.pop(key), key, value, why)
 
     def leave_out(self, key: str, why: str) -> None:
         """Report a key for which nothing needs to be set, if the config has it."""

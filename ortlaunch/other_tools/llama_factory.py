@@ -28,8 +28,7 @@ def convert(draft: Draft) -> None:
         raise trainer.refused("stage", stage, f"only {' and '.join(_STAGES)} can be trained here")
     if kind is not None and kind.scalar not in ("lora", "full"):
         raise trainer.refused("finetuning_type", kind, "only lora and full can be trained here")
-    if stage is not None:
-        draft.put("model.task", stage, "stage", "causal-lm")
+    draft.put("model.task", stage, "stage", "causal-lm")
     draft.assume("model.task", "causal-lm", "LLaMA-Factory's default, sft")
     trainer.model(draft)
     if kind is not None and kind.scalar == "full":

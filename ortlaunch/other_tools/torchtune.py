@@ -77,8 +77,7 @@ def _length(draft: Draft) -> None:
     size = draft.pop("batch_size")
     epochs = draft.pop("epochs")
     most = draft.pop("max_steps_per_epoch")
-    if size is not None:
-        draft.put("batch.micro_size", size, "batch_size")
+    draft.put("batch.micro_size", size, "batch_size")
     if most is not None:
         steps = int((number(most) or 1) * (number(epochs) or 1))
         draft.put("train.max_steps", most, "max_steps_per_epoch", steps)
@@ -114,8 +113,7 @@ def _model(draft: Draft) -> None:
         draft.put("model.pretrained", folder, "checkpointer.checkpoint_dir")
         draft.put("data.tokenizer", folder, "checkpointer.checkpoint_dir")
     kept = files.get("keep_last_n_checkpoints")
-    if kept is not None:
-        draft.put("checkpoint.keep", kept, "checkpointer.keep_last_n_checkpoints")
+    draft.put("checkpoint.keep", kept, "checkpointer.keep_last_n_checkpoints")
     layers = given.pop("lora_attn_modules", None)
     if layers is not None:
         names = [_LAYERS.get(each, each) for each in layers.plain()]
@@ -123,9 +121,7 @@ def _model(draft: Draft) -> None:
         names += ["lm_head"] if given.pop("apply_lora_to_output", None) else []
         draft.put("model.lora.target_modules", layers, "model.lora_attn_modules", names)
         for key, ours in (("rank", "r"), ("alpha", "alpha"), ("dropout", "dropout")):
-            node = given.pop(f"lora_{key}", None)
-            if node is not None:
-                draft.put(f"model.lora.{ours}", node, f"model.lora_{key}")
+            draft.put(f"model.lora.{ours}", given.pop(f"lora_{key}", None), f"model.lora_{key}")
         if ".qlora_" in component:
             draft.drop(f"model.{_COMPONENT}", layers, "the base weights are not quantized")
     _drop(draft, "model", given)
@@ -158,9 +154,7 @@ def _dataset(draft: Draft, key: str, node: Tree) -> None:
 
 def _tokenizer(draft: Draft) -> None:
     _, given = _parts(draft, "tokenizer")
-    length = given.pop("max_seq_len", None)
-    if length is not None:
-        draft.put("data.sequence_length", length, "tokenizer.max_seq_len")
+    draft.put("data.sequence_length", given.pop("max_seq_len", None), "tokenizer.max_seq_len")
     draft.assume(
         "data.sequence_length", 2048, "torchtune cuts nothing by itself; longer samples are cut"
     )
@@ -182,9 +176,7 @@ def _optimizer(draft: Draft) -> None:
     chosen = "fused_adam" if fused is not None and ours == "adamw" else ours or "adamw"
     draft.put("optimizer.name", node, f"optimizer.{_COMPONENT}", chosen, why)
     for theirs, field in _SETTINGS.items():
-        setting = given.pop(theirs, None)
-        if setting is not None:
-            draft.put(f"optimizer.{field}", setting, f"optimizer.{theirs}")
+        draft.put(f"optimizer.{field}", given.pop(theirs, None), f"optimizer.{theirs}")
     _drop(draft, "optimizer", given)
 
 
@@ -196,9 +188,11 @@ def _schedule(draft: Draft) -> None:
     ours = "cosine" if "cosine" in component else "linear"
     why = "" if ours == "cosine" else "another schedule: there is none of that name here"
     draft.put("schedule.name", node, f"lr_scheduler.{_COMPONENT}", ours, why)
-    steps = given.pop("num_warmup_steps", None)
-    if steps is not None:
-        draft.put("schedule.warmup_steps", steps, "lr_scheduler.num_warmup_steps")
+    draft.put(
+        "schedule.warmup_steps",
+        given.pop("num_warmup_steps", None),
+        "lr_scheduler.num_warmup_steps",
+    )
     return _drop(draft, "lr_scheduler", given)
 
 
@@ -211,9 +205,7 @@ def _engine(draft: Draft) -> None:
     tracker = next((each for each in ("wandb", "tensorboard") if each in where.lower()), None)
     if tracker is not None:
         draft.assume("log.trackers", [tracker], where)
-    project = given.pop("project", None)
-    if project is not None:
-        draft.put("log.project", project, "metric_logger.project")
+    draft.put("log.project", given.pop("project", None), "metric_logger.project")
     profiler = draft.pop("profiler")
     if profiler is not None:
         enabled = profiler.find(("enabled",))

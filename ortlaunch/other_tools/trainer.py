@@ -129,8 +129,7 @@ def model(draft: Draft) -> None:
     )
     given = in_one_line(revision) if revision is not None else "main"
     pinned = f"{in_one_line(source)}@{given}" if source is not None and given != "main" else None
-    if source is not None:
-        draft.put("model.pretrained", source, "model_name_or_path", pinned)
+    draft.put("model.pretrained", source, "model_name_or_path", pinned)
     if tokenizer is not None:
         draft.put("data.tokenizer", tokenizer, "tokenizer_name")
     elif source is not None:
@@ -167,8 +166,7 @@ def _data(draft: Draft) -> None:
     subset = draft.pop("dataset_config_name")
     if hub is not None:
         draft.put("data.train", hub, "dataset_name", {"format": "hub", "name": hub.scalar})
-    if subset is not None:
-        draft.put("data.train.subset", subset, "dataset_config_name")
+    draft.put("data.train.subset", subset, "dataset_config_name")
     lines = draft.pop("line_by_line")
     if lines is not None:
         draft.drop(

@@ -38,8 +38,7 @@ def convert(draft: Draft) -> None:
     draft.assume("data.sequence_length", 1024, "TRL's default")
     template = draft.pop("chat_template")
     mixture = draft.pop("dataset_mixture")
-    if template is not None:
-        draft.put("data.chat_template", template, "chat_template")
+    draft.put("data.chat_template", template, "chat_template")
     if mixture is not None:
         draft.drop(
             "dataset_mixture",
