@@ -219,9 +219,10 @@ def remember(resolved: ResolvedRun, choice: Choice) -> Choice:
     if not choice.measured:
         return choice
     kept = replace(choice, key=digest(resolved))
-    cache_folder("engines")
-    write_json(_path(resolved), {"key": key(resolved), "choice": as_json(kept)})
-    seal(_path(resolved).with_suffix(".seal"), [_path(resolved)])
+    record = {"key": key(resolved), "choice": as_json(kept)}
+    path = cache_folder("engines") / f"{kept.key}.json"
+    write_json(path, record)
+    seal(path.with_suffix(".seal"), [path])
     return kept
 
 
