@@ -246,7 +246,7 @@ def measure(device: torch.device, dtype: torch.dtype) -> Rates:
 
 
 def _seconds(call: Callable[[], object], device: torch.device, cold: bool) -> float:
-    """Return the lower quartile of a call's durations, which other work disturbs least."""
+    """Return the least duration of a call, which other work disturbs least."""
     took = list[float]()
     others = torch.ones(2**24 if cold else 0, device=device)
     begun = time.perf_counter()
@@ -259,7 +259,7 @@ def _seconds(call: Callable[[], object], device: torch.device, cold: bool) -> fl
         call()
         wait_for(device)
         took.append(time.perf_counter() - start)
-    return sorted(took)[len(took) // 4]
+    return min(took)
 
 
 def _calls(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], object]]]:
