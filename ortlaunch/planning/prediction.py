@@ -60,7 +60,7 @@ class Engine(NamedTuple):
 
 
 ENGINES = {
-    "eager": Engine(2.5, 85 << 20, 0.0, 0.0),
+    "eager": Engine(1.0, 85 << 20, 0.0, 0.0),
     "inductor": Engine(4.25, 180 << 20, 0.0, -0.5),
     "ort": Engine(1.25, 25 << 20, 0.4, 0.25, 1.2),
 }
