@@ -42,8 +42,8 @@ coverage: $(INSTALLED)
 # Some need packages that are not installed before: peft imports bitsandbytes in every run where it finds it, in 2 seconds.
 test-ci: $(INSTALLED)
 	$(PIP_INSTALL) --editable ".[$(EXTRAS),bitsandbytes,stream]"
-	@test -x build/moto/bin/moto_server || { $(BIN)/python -m venv build/moto && \
-	    build/moto/bin/pip install --quiet "moto[server]>=5,<6"; }
+	@test -x build/moto/bin/moto_server || { $(BIN)/python -m venv --without-pip build/moto && \
+	    $(BIN)/python -m pip --python build/moto/bin/python install --quiet --no-compile "moto[server]>=5,<6"; }
 	@test -d build/onnxruntime-web/package/dist || ! command -v npm > /dev/null || { mkdir -p build/onnxruntime-web && \
 	    cd build/onnxruntime-web && npm pack --silent onnxruntime-web@1.19.2 > /dev/null && tar -xf *.tgz; }
 	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 10 \
