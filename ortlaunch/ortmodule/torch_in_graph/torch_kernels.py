@@ -1,9 +1,9 @@
 """Calls of torch's CPU kernels from a training graph, for operators at which ORT is slow or wrong.
 
-ORT computes these mostly on one thread: cross entropy, dropout, GELU, SiLU, the gradients of GELU,
-SiLU, LayerNorm and RMSNorm. Large matmuls are included if requested, by default on Intel, where MKL
-is faster. Sigmoid is included because ORT returns 0 from -18 downwards, so that its logarithm is
-infinite.
+ORT computes these mostly on one thread: cross entropy, dropout, GELU, SiLU, LayerNorm, and the
+gradients of GELU, SiLU, LayerNorm, RMSNorm and of large biases. Large matmuls, with the addition of
+their bias, are included if requested, by default on Intel, where MKL is faster. Sigmoid is included
+because ORT returns 0 from -18 downwards, so that its logarithm is infinite.
 
 ORT's nodes are replaced by torch's operators (ATen nodes) with the same inputs and outputs. A node
 in an unexpected form stays ORT's.
@@ -32,6 +32,8 @@ WIDTH = 256
 
 A call of torch costs some microseconds. In narrower models the faster kernel saves less.
 """
+# It replaces a node, and returns whether it did.
+_Kernel = Callable[["Rewriting", "onnx.NodeProto"], bool]
 # torch's codes of the reductions, and of the type float32.
 _REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 _FLOAT = 6
@@ -82,25 +84,33 @@ def replace(graph: onnx.GraphProto, products: bool, recomputes: bool = False) ->
     Args:
         graph: a graph with a forward and a backward pass; changed in place.
         products: whether matmuls are replaced.
-        recomputes: whether the backward pass recomputes parts of the forward pass. If so, dropout
-            is not replaced.
+        recomputes: whether the backward pass recomputes parts of the forward pass. If so, the
+            operators that it recomputes are not replaced: ORT merges equal calls of torch, which
+            keeps their results in memory.
     """
     rewriting = Rewriting(graph)
-    kernels: dict[str, Callable[[Rewriting, onnx.NodeProto], bool]] = {
-        "SoftmaxCrossEntropyLossInternal": _loss,
-        "SoftmaxCrossEntropyLossInternalGrad": _loss_gradient,
+    wide = _wide(graph)
+    recomputable: dict[str, _Kernel] = {
         "Gelu": lambda graph, node: _function(graph, node, "gelu", ""),
         "QuickGelu": _silu,
+        "LayerNormalization": _norm,
+        "Dropout": _dropout,
+        "DropoutGrad": _dropout_gradient,
+    }
+    kernels: dict[str, _Kernel] = {
+        "SoftmaxCrossEntropyLossInternal": _loss,
+        "SoftmaxCrossEntropyLossInternalGrad": _loss_gradient,
         "QuickGeluGrad": _silu,
         "Sigmoid": lambda graph, node: _function(graph, node, "sigmoid"),
         "GeluGrad": _gelu_gradient,
         "LayerNormalizationGrad": _norm_gradient,
         "SimplifiedLayerNormalizationGrad": _rms_norm_gradient,
         "ATen": attention.complete_gradients,
-        **({} if recomputes else {"Dropout": _dropout, "DropoutGrad": _dropout_gradient}),
+        **({} if recomputes else recomputable),
+        **({"ReduceSum": _sum_of_gradients} if wide else {}),
         **(
-            dict.fromkeys(("MatMul", "FusedMatMul", "Gemm"), _product)
-            if products and _wide(graph)
+            {**dict.fromkeys(("MatMul", "FusedMatMul", "Gemm"), _product), "Add": _bias}
+            if products and wide
             else {}
         ),
     }
@@ -128,8 +138,9 @@ class Rewriting:
             for name in node.input:
                 self.users.setdefault(name, []).append(node)
         self.nodes: list[onnx.NodeProto] = []
-        # The outputs of torch's operators.
+        # The outputs of torch's operators, and the calls by their first output.
         self.made: set[str] = set()
+        self.calls: dict[str, onnx.NodeProto] = {}
         # The outputs of type uint8. `unknown_values` gives all others one common type.
         self.masks: set[str] = set()
 
@@ -137,22 +148,32 @@ class Rewriting:
         """Add a call of torch's `operator`.
 
         Args:
-            operator: the operator's name without `aten::`, or with its own namespace.
+            operator: the operator's name without `aten::`, or with its own namespace; after a dot,
+                the name of its overload.
             inputs: names of tensors, Python numbers, lists of numbers, or "" for a missing input.
             outputs: the names of the outputs.
         """
         from onnx import helper
 
+        operator, _, overload = operator.partition(".")
         name = f"{outputs[0]}_{operator}"
         names = [
             value if isinstance(value, str) else self._constant(f"{name}_{i}", value)
             for i, value in enumerate(inputs)
         ]
         node = helper.make_node(
-            "ATen", names, outputs, name, None, "org.pytorch.aten", operator=operator
+            "ATen",
+            names,
+            outputs,
+            name,
+            None,
+            "org.pytorch.aten",
+            operator=operator,
+            overload_name=overload,
         )
         self.nodes.append(node)
         self.made.update(outputs)
+        self.calls[outputs[0]] = node
 
     def shape(self, tensor: str, name: str) -> str:
         """Add a Shape node for a tensor; return its output's name."""
@@ -180,6 +201,10 @@ class Rewriting:
         if found is None or found.elem_type != 1 or not found.HasField("shape"):
             return None
         return len(found.shape.dim)
+
+    def size(self, name: str) -> list[int]:
+        """Return the size of each dimension of a float32 tensor, 0 where the graph lacks it."""
+        return [one.dim_value for one in self.types[name].shape.dim] if self.rank(name) else []
 
     def living(self) -> list[onnx.NodeProto]:
         """Return the nodes, but leave out each Transpose whose output no node uses."""
@@ -327,6 +352,21 @@ def _silu(graph: Rewriting, node: onnx.NodeProto) -> bool:
     return _attributes(node).get("alpha") == 1.0 and _function(graph, node, operator)
 
 
+def _norm(graph: Rewriting, node: onnx.NodeProto) -> bool:
+    """Replace a LayerNorm over the last dimension."""
+    x, scale = node.input[:2]
+    settings = _attributes(node)
+    last = settings.get("axis", -1) in (-1, (graph.rank(x) or 0) - 1)
+    if not (last and graph.rank(scale) == 1):
+        return False
+    # The mean and the inverse of the deviation are optional in ONNX only.
+    names = [name or f"{node.name}_{place}" for place, name in enumerate([*node.output, "", ""])]
+    shape = graph.shape(scale, f"{names[0]}_shape")
+    inputs = [x, shape, scale, _input(node, 2), settings.get("epsilon", 1e-5)]
+    graph.call("native_layer_norm", inputs, names[:3])
+    return True
+
+
 def _norm_gradient(graph: Rewriting, node: onnx.NodeProto) -> bool:
     """Replace the gradient of a LayerNorm over the last dimension."""
     gradient, x, scale, mean, inverse = node.input
@@ -396,6 +436,41 @@ def _product(graph: Rewriting, node: onnx.NodeProto) -> bool:
         graph.call("tensordot", [b, a, [int(over_b)], [0]], users[0].output)
     else:
         graph.call("tensordot", [a, b, [0], [int(over_b)]], node.output)
+    return True
+
+
+def _bias(graph: Rewriting, node: onnx.NodeProto) -> bool:
+    """Let a matmul by torch add the bias that the node adds to its result."""
+    for product, bias in (node.input, reversed(node.input)):
+        call = graph.calls.get(product)
+        if (
+            call is not None
+            and call.attribute[0].s == b"linear"
+            and graph.users[product] == [node]
+            and product not in graph.outputs
+            and graph.rank(bias) == 1
+            and graph.size(bias) == graph.size(call.input[1])[:1] != [0]
+        ):
+            call.input[2] = bias
+            call.output[0] = node.output[0]
+            graph.made.add(node.output[0])
+            return True
+    return False
+
+
+def _sum_of_gradients(graph: Rewriting, node: onnx.NodeProto) -> bool:
+    """Replace the sum over samples that is the gradient of a bias."""
+    known = graph.types.get(node.output[0])
+    if (
+        node.output[0] not in graph.outputs
+        or known is None
+        or known.elem_type != 1
+        or not _input(node, 1)
+        or _attributes(node).get("keepdims", 1)
+    ):
+        return False
+    # torch's missing last input is the type of the result.
+    graph.call("sum.dim_IntList", [*node.input, False, ""], node.output)
     return True
 
 
