@@ -44,11 +44,14 @@ class PlannedRun(NamedTuple):
     def predict(self) -> None:
         """Predict seconds and memory of a step on every engine, into the cache.
 
+        A prediction from rates that were measured beside other work is made again.
+
         Raises:
             RunError: the model cannot be built here, or its work cannot be counted.
         """
         request = PredictionRequest(to_yaml(self.resolved.file.recipe), self.plan.to_json())
-        if cached(self.resolved.file.recipe, self.plan) is None:
+        found = cached(self.resolved.file.recipe, self.plan)
+        if found is None or found["others"]:
             answer_of(request, shown=("stderr",))
 
     def differences(self, other: Path) -> list[str]:

@@ -127,7 +127,11 @@ def path(recipe: Recipe, plan: Plan) -> Path:
 
 
 def cached(recipe: Recipe, plan: Plan) -> Json | None:
-    """Return the predictions of the cache by engine; None: there are none."""
+    """Return the content of the cache, or None.
+
+    `engines` has seconds and memory by engine, `others` the processes that were at work while the
+    rates were measured.
+    """
     file = path(recipe, plan)
     return read_json(file) if file.exists() else None
 
@@ -145,9 +149,11 @@ def lines(recipe: Recipe, plan: Plan) -> Iterator[str]:
             f"{each['seconds']:.3g}",
             human(each["memory"]),
         )
-        for name, each in found.items()
+        for name, each in found["engines"].items()
     ]
     yield "predicted, from rates of this machine" + (
         ", without communication:" if plan.world_size > 1 else ":"
     )
     yield from aligned(rows)
+    if found["others"]:
+        yield f"  too long: {', '.join(found['others'])} ran beside the measurement of the rates (plan --predict)"

@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from ortlaunch import machine
 from ortlaunch.cache import cache_folder
 from ortlaunch.json_types import Json
 from ortlaunch.launch_plan import Plan
@@ -144,16 +145,21 @@ def _flops(func: OpOverload, name: str, args: Args, kwargs: Kwargs, out: object)
     return int(sdpa_flop_count(*shapes[:3]))
 
 
-def predicted(recipe: Recipe, plan: Plan, model: LossModule, batch: dict[str, Any]) -> Json:
-    """Return the predictions for a rank by engine, from the cache or made now.
+def predicted(
+    recipe: Recipe, plan: Plan, model: LossModule, batch: dict[str, Any], again: bool = False
+) -> Json:
+    """Return the cache's content for a rank (see `prediction.cached`); make it if it is not there.
 
-    Args: as those of `count`.
+    Args:
+        recipe, model, batch: as those of `count`.
+        plan: the run's plan.
+        again: also make it if its rates were measured beside other work.
 
     Raises:
         Exception: the model cannot run without values.
     """
     found = prediction.cached(recipe, plan)
-    if found is None:
+    if found is None or (again and found["others"]):
         device = next(model.parameters()).device
         given = recipe, model, batch, device, plan.batch.accumulation_steps
         try:
@@ -161,21 +167,25 @@ def predicted(recipe: Recipe, plan: Plan, model: LossModule, batch: dict[str, An
         except (DataDependentOutputException, DynamicOutputShapeException):
             counted = count(*given, values=True)
         kind = getattr(getattr(model.model, "config", None), "model_type", None)
-        found = prediction.predict(recipe, counted, _rates(recipe, plan, device), kind)
+        measured = _measured(recipe, plan, device, again)
+        engines = prediction.predict(recipe, counted, measured["rates"], kind)
+        found = {"engines": engines, "others": measured["others"]}
         write_json(prediction.path(recipe, plan), found)
     return found
 
 
-def _rates(recipe: Recipe, plan: Plan, device: torch.device) -> Rates:
-    """Return the rates of this machine: measured once, then from the cache."""
+def _measured(recipe: Recipe, plan: Plan, device: torch.device, again: bool) -> Json:
+    """Return the rates of this machine and the processes beside them: from the cache, or new."""
     cache_folder("predictions")
     # oneDNN or MKL.
     library = torch.get_float32_matmul_precision()
     path = prediction.path_of(prediction.machine_of(recipe, plan), library)
-    if not path.exists():
-        write_json(path, measure(device, narrow_dtype_of(recipe.precision) or torch.float32))
-    rates: Rates = read_json(path)
-    return rates
+    if not path.exists() or (again and read_json(path)["others"]):
+        others = machine.others_at_work()
+        rates = measure(device, narrow_dtype_of(recipe.precision) or torch.float32)
+        write_json(path, {"rates": rates, "others": others})
+    kept: Json = read_json(path)
+    return kept
 
 
 def count(

@@ -174,7 +174,7 @@ def _steps(session: Session) -> dict[str, Any]:
     # The user's own model may do anything.
     except Exception as error:
         return {**steps, "not_predicted": first_line(error)}
-    engine = found[session.engine.record.engine.used]
+    engine = found["engines"][session.engine.record.engine.used]
     return {**steps, "predicted": Prediction(engine["seconds"], engine["memory"])}
 
 

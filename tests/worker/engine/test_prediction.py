@@ -11,11 +11,14 @@ import pytest
 import torch
 import transformers
 
+from ortlaunch import machine
 from ortlaunch.planning.prediction import Counted, lines, predict, seconds_by_kind
 from ortlaunch.recipe import load
 from ortlaunch.resolve import shipped
+from ortlaunch.worker.engine import prediction
 from ortlaunch.worker.engine.prediction import count, measure
 from ortlaunch.worker.model.model import LossModule
+from tests import makers
 from tests.training import run_here
 
 RECIPE = load(shipped.find("llama2-7b/tiny"), ["engine.name=eager"]).recipe
@@ -88,6 +91,27 @@ def test_rate_between_two_sizes_is_interpolated() -> None:
     for size, seconds in ((1, 1.0), (10, 1.0), (100, 0.1), (1000, 0.01), (5000, 0.01)):
         counted = Counted([("matmul", size, 1.0)], 0, 0)
         assert seconds_by_kind(counted, rates) == {"matmul": pytest.approx(seconds)}
+
+
+def test_rates_beside_other_work_are_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan names the other processes, and only `plan --predict` measures again."""
+    monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path))
+    model, batch = llama()
+    busy = iter((["sort (7): 98% of a core"], []))
+    monkeypatch.setattr(machine, "others_at_work", lambda: next(busy))
+    kinds = {kind for kind, *_ in count(RECIPE, model, batch, CPU, 1).work}
+    rates = {kind: [(1.0, 1.0)] for kind in kinds}
+    # Measuring takes seconds and is test_rates_cover_all_kinds_of_work's.
+    monkeypatch.setattr(prediction, "measure", lambda *_: rates)
+    plan = makers.plan(RECIPE)
+    first, kept, third = (
+        prediction.predicted(RECIPE, plan, model, batch, again) for again in (False, False, True)
+    )
+    assert first == kept
+    assert first["others"] == ["sort (7): 98% of a core"]
+    assert third["others"] == []
 
 
 @pytest.mark.slow
