@@ -77,12 +77,14 @@ def race(
     environ: Mapping[str, str],
     warm_up: int = 1,
     failed: dict[str, str] | None = None,
+    together: bool = False,
 ) -> dict[str, Times]:
     """Start every contestant, then give each `rounds` turns after the warm-up.
 
     Args:
         failed: gets the reason of each contestant that ends early, and the others go on; with None
             the first such end is an error.
+        together: whether all start at once, which is faster, but their starts cannot be compared.
 
     Raises:
         EndedEarly: a contestant ended early, and `failed` is None.
@@ -106,7 +108,10 @@ def race(
     try:
         for name, command in commands.items():
             runners[name] = _start(command, logs[name], environ)
-            # Started one after another: a start in parallel would slow the others' imports.
+            # One after another, because a start in parallel would slow the others' imports.
+            if not together:
+                answer(name)
+        for name in commands if together else ():
             answer(name)
         for _ in range(warm_up + rounds):
             for name in commands:

@@ -59,7 +59,7 @@ _BART = {
     "d_model": 384, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 6,
     "decoder_attention_heads": 6, "encoder_ffn_dim": 1536, "decoder_ffn_dim": 1536,
     "vocab_size": 8000, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-    "decoder_start_token_id": 2, "forced_eos_token_id": None,
+    "decoder_start_token_id": 2,
 }  # fmt: skip
 # (task, batch, tokens, config) by model_type. Tokens are those of the longest sequence; images and
 # recordings give their input's name and shape, too. What draws numbers outside torch is off.
@@ -69,9 +69,8 @@ CASES: dict[str, tuple[Any, ...]] = {
     "electra": ("masked-lm", 8, 128, {**_BERT, "embedding_size": 128}),
     "albert": ("masked-lm", 2, 512, {**_BERT, "embedding_size": 128}),
     "deberta-v2": ("masked-lm", 4, 256, {
-        **_BERT, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 128,
-        "share_att_key": True, "norm_rel_ebd": "layer_norm", "position_biased_input": False,
-        "type_vocab_size": 0,
+        **_BERT, "relative_attention": True, "pos_att_type": ["p2c", "c2p"],
+        "position_biased_input": False, "type_vocab_size": 0,
     }),
     "modernbert": ("masked-lm", 1, 1024, {
         **_BERT, "intermediate_size": 576, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
@@ -137,7 +136,7 @@ def raced(name: str, rounds: int, seconds: float) -> dict[str, Any]:
     begun = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     load = os.getloadavg()[0]
     with _fresh() as environ:
-        times = race(commands, rounds, environ, failed=failed)
+        times = race(commands, rounds, environ, failed=failed, together=True)
     figures = {contestant: _figures(found) for contestant, found in times.items()}
     reasons = {each: {"failed": _last_line(text)} for each, text in failed.items()}
     task, batch, tokens, *_ = CASES[name]

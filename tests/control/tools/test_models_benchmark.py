@@ -56,7 +56,7 @@ def test_a_contestant_that_fails_does_not_end_the_race(models: ModuleType, tmp_p
     from contest import race
 
     failed: dict[str, str] = {}
-    times = race(commands, 2, environ, failed=failed)
+    times = race(commands, 2, environ, failed=failed, together=True)
     assert list(times) == ["good"]
     assert len(times["good"].turns) == 2
     assert 2**20 < times["good"].memory < 2**30
