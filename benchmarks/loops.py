@@ -208,14 +208,19 @@ def resolved(options: dict[str, Any]) -> ResolvedRun:
 
 
 def auto(gate: Gate, options: dict[str, Any]) -> None:
-    """Have `engine: auto` measure; the last line is its choice and the seconds that it took."""
+    """Have `engine: auto` measure; the last line is its choice, and the seconds of it all."""
     from ortlaunch.bench.auto import measured
     from ortlaunch.run_folder.records import as_json
 
     run = resolved({**options, "engine": "auto"})
     begun = time.perf_counter()
     choice = measured(run, print)
-    print(json.dumps({**as_json(choice), "cost": time.perf_counter() - begun}))
+    cost = time.perf_counter() - begun
+    rows = json.loads(Path(str(choice.bench), "bench.json").read_text())["variants"]
+    starts = {
+        row["engine"]: row["first_step"]["since_launch"] for row in rows if "first_step" in row
+    }
+    print(json.dumps({**as_json(choice), "cost": cost, "starts": starts}))
 
 
 def trainer(gate: Gate, options: dict[str, Any]) -> None:

@@ -158,7 +158,7 @@ def chosen(name: str) -> dict[str, Any]:
     if done.returncode:
         return {"failed": _last_line(done.stderr)}
     found = json.loads(done.stdout.splitlines()[-1])
-    return {key: found[key] for key in ("chosen", "why", "cost")}
+    return {key: found[key] for key in ("chosen", "why", "cost", "starts")}
 
 
 @contextlib.contextmanager
