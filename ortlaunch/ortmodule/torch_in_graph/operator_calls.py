@@ -28,6 +28,9 @@ _KINDS = {
     "Half": torch.float16, "Float": torch.float32, "Double": torch.float64, "Bool": torch.bool,
     "BFloat16": torch.bfloat16,
 }  # fmt: skip
+_NOT_CALLABLE = {
+    "aten::as_strided": "it reads the first batch's memory, and ONNX Runtime's tensors lie otherwise"
+}
 _OF_TENSORS = ("prim::layout", "prim::device", "aten::is_pinned")
 Build = Callable[[Sequence[torch.Tensor]], Any]
 
@@ -99,7 +102,13 @@ class Call:
         described = [_described(output) for output in self._outputs]
         kinds = [kind for kind, _ in described]
         ranks = [rank for _, rank in described]
+        if self.name in _NOT_CALLABLE:
+            raise NotCallable(_NOT_CALLABLE[self.name])
         run = self._function(gradients, draws, kinds)
+        if self.name == "aten::index_put" and ranks[0] != self._tensors[0].type().dim():
+            # As for `x[:, 0] = y` in the export. With a rank that is too low, torch's code for
+            # shapes writes beyond an array, which ends the process.
+            raise NotCallable("its result has the type of the part that is written")
         if draws:
             # A PythonOp needs a tensor input. An unused input also fixes the order in which random
             # numbers are drawn.

@@ -61,6 +61,14 @@ def _has_rare_order(inputs: Sequence[Any]) -> bool:
     return not set(constants(inputs[1])) <= set(_NORMS)
 
 
+def _depends_on_the_batch(inputs: Sequence[Any]) -> bool:
+    """Return whether strides may be those of the first batch, or of a tensor not contiguous."""
+    sizes, strides = inputs[0].type().sizes(), inputs[0].type().strides()
+    if not sizes or not strides or None in sizes[1:]:
+        return True
+    return list(strides) != [math.prod(sizes[place:]) for place in range(1, len(sizes) + 1)]
+
+
 class Operator(NamedTuple):
     """A row of the table: an operator of torch and the reason for its remedy."""
 
@@ -94,6 +102,9 @@ OPERATORS = (
     Operator("split", part_forms.split, "the last part is taken for a whole one"),
     Operator("tensor_split", TORCH, "ORT's shape inference ends; sizes of the first batch"),
     Operator("diff", index_forms.diff, "has no form"),
+    Operator(
+        "as_strided", TORCH, "takes every tensor for contiguous (Longformer)", _depends_on_the_batch
+    ),
     Operator("roll", TORCH, "a shift beyond the size is none"),
     Operator("cumsum", index_forms.cumsum, "of truths: ends the export"),
     # Types and gradients

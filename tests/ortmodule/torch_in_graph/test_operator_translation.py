@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -445,3 +446,64 @@ def test_a_loss_that_a_torch_layer_keeps_outside_its_result(frozen: bool) -> Non
                 match=r"a tensor that 1, which runs as torch, keeps outside its result",
             ):
                 loss.backward()
+
+
+class Writes(nn.Module):
+    """Writes a part with fewer dimensions than the whole, and reads along the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the mean square of what was written."""
+        whole = x.new_zeros(x.shape[0], 2, 3, 4)
+        whole[:, -1, :, 1:] = self.layer(x)
+        return whole[:, :, :, :3].square().mean()
+
+
+def test_a_part_of_fewer_dimensions_is_refused() -> None:
+    """Called with the part's rank, torch's exporter would end the process (Longformer)."""
+    module = wrapped(Writes(), torch_operators=["index_put"])
+    with pytest.raises(
+        Exception, match=r"index_put.*type of the part that is written.*torch_modules"
+    ):
+        module(torch.randn(2, 3, 3))
+    # By default the form of ONNX is exact.
+    equals_eager(Writes(), (2, 4))
+
+
+class Windows(nn.Module):
+    """Overlapping windows of two samples or heads, read by strides."""
+
+    def __init__(self, swap: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.swap = swap
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the mean square of the windows, weighted by their position."""
+        y = self.layer(x)
+        y = y.transpose(0, 1) if self.swap else y
+        windows = y.as_strided((len(y), 2, 2, 3), (y.stride(0), y.stride(1), y.stride(1), 1))
+        return (windows * torch.arange(2).view(2, 1, 1)).square().mean()
+
+
+def test_windows_of_a_tensor_that_is_not_contiguous_are_refused() -> None:
+    """The exporter reads a tensor as contiguous: Longformer's loss was another one."""
+    module = wrapped(Windows(swap=True))
+    with pytest.raises(Exception, match=r"as_strided.*memory.*torch_modules"):
+        module(torch.randn(3, 3, 3))
+    # Sizes after the first that never change give the same strides in every batch.
+    equals_eager(Windows(swap=False), (2, 4))
+
+
+def equals_eager(model: nn.Module, rows: Sequence[int]) -> None:
+    """Compare the gradients of batches of so many rows of 3 x 3 with eager's."""
+    eager = copy.deepcopy(model)
+    module = wrapped(model)
+    for count in rows:
+        x = torch.randn(count, 3, 3)
+        module(x).backward()
+        eager(x).backward()
+        same(model, eager, atol=1e-6)
