@@ -9,8 +9,10 @@ Each model has random weights and is built from a config; shapes of its layers a
 is 2 to 4 layers. Contestants take turns, A B C D A B C D ..., each in a process of its own
 (contest.py), on the same samples with the same optimizer and clipping (loops.py). After the race
 `engine: auto` measures the model with empty caches, as a first run does; its choice is judged by
-the race. A contestant that fails stays in the table with its reason. FOLDER gets models.json, after
-each model, models.md and models.svg.
+the race. A contestant that fails stays in the table with its reason. FOLDER gets families.json,
+after each model, families.md and families.svg; docs/ has these files of the figures in README. Only
+a quiet machine gives figures: a model of which two turns differ much is listed, to measure it
+`--again`.
 """
 
 from __future__ import annotations
@@ -42,6 +44,8 @@ CONTESTANTS: dict[str, dict[str, Any]] = {
 }
 # A choice of `engine: auto` within this share of the fastest engine counts as the fastest.
 EQUAL = 0.03
+# A median above so many times the least turn is that of a busy machine.
+NOISY = 1.25
 # The share of a run that its measurement may cost.
 COST = 0.05
 _VIT = {
@@ -304,22 +308,43 @@ def judged(records: Mapping[str, Any]) -> str:
     return "\n".join([head, "", *lines])
 
 
+def noisy(records: Mapping[str, Any]) -> list[str]:
+    """Return the models of which a contestant's median is far above its least turn."""
+    return [
+        name
+        for name, record in records.items()
+        if any(
+            found["median"] > NOISY * found["least"]
+            for found in record["contestants"].values()
+            if "failed" not in found
+        )
+    ]
+
+
 def page(records: Mapping[str, Any]) -> str:
-    """Return models.md: where it was measured, the mean speed-ups, auto, and every model."""
-    environments = {json.dumps(record["environment"]) for record in records.values()}
+    """Return families.md: where it was measured, the mean speed-ups, every model, and auto."""
+    environments = sorted({json.dumps(record["environment"]) for record in records.values()})
     places = [
         ", ".join(f"{key} {value}" for key, value in json.loads(each).items())
-        for each in sorted(environments)
+        for each in environments
     ]
-    return "\n\n".join(
-        [
-            "Measured with " + "; ".join(places),
-            summary(records),
-            judged(records),
-            table(records),
-            "",
-        ]
-    )
+    lines = [
+        "# Families of transformers on every engine",
+        "Made by `python benchmarks/models.py`: seconds a step (median of turns in alternation, least "
+        "and most), speed with Hugging Face Trainer (eager PyTorch) = 1, and the most memory of the "
+        "process; fp32, forward, backward and AdamW. [families.json](families.json) has every turn and "
+        f"config. Measured with {'; '.join(places)}.",
+        summary(records),
+        table(records),
+    ]
+    missing = [name for name in CASES if name not in records]
+    if missing:
+        lines.append(f"Not measured yet: {', '.join(missing)}.")
+    if noisy(records):
+        lines.append(f"On a busy machine, to be measured again: {', '.join(noisy(records))}.")
+    if any("auto" in record for record in records.values()):
+        lines.append(judged(records))
+    return "\n\n".join(lines) + "\n"
 
 
 # ----------------------------------------------------------------------- chart
@@ -418,7 +443,7 @@ def main() -> int:
     parser.add_argument("--show", action="store_true", help="measure nothing")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / "models.json"
+    path = options.out / "families.json"
     records: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     for name in [] if options.show else list(_wanted(options.only)):
         begun = time.monotonic()
@@ -436,8 +461,8 @@ def main() -> int:
     records = {name: records[name] for name in CASES if name in records}
     if not records:
         raise SystemExit(f"{path}: no results yet")
-    (options.out / "models.md").write_text(page(records))
-    (options.out / "models.svg").write_text(chart(records))
+    (options.out / "families.md").write_text(page(records))
+    (options.out / "families.svg").write_text(chart(records))
     print(page(records), flush=True)
     return 0
 

@@ -112,11 +112,29 @@ def test_results_are_kept(
     call("--only=llama,bert")
     call("--only=llama,bert")
     assert measured == ["llama", "auto llama", "bert", "auto bert"]
-    assert sorted(json.loads((tmp_path / "models.json").read_text())) == ["bert", "llama"]
-    assert "for 2 of 2 models" in (tmp_path / "models.md").read_text()
-    assert (tmp_path / "models.svg").exists()
+    assert sorted(json.loads((tmp_path / "families.json").read_text())) == ["bert", "llama"]
+    assert "for 2 of 2 models" in (tmp_path / "families.md").read_text()
+    assert (tmp_path / "families.svg").exists()
     with pytest.raises(SystemExit, match="--only lama: unknown; valid: bert"):
         call("--only=lama")
+
+
+def test_a_busy_machine_is_reported(models: ModuleType) -> None:
+    """A model whose turns differ much is named, and one that is missing."""
+    found = record(models, Trainer=1.0, eager=0.5)
+    assert "busy" not in models.page({"bert": found})
+    found["contestants"]["eager"]["least"] = 0.3
+    assert "On a busy machine, to be measured again: bert." in models.page({"bert": found})
+    assert "Not measured yet: roberta, electra" in models.page({"bert": found})
+
+
+def test_the_pages_have_the_recorded_figures(models: ModuleType) -> None:
+    """README's table, the page and the chart are those of docs/families.json."""
+    docs = BENCHMARKS.parent / "docs"
+    records = json.loads((docs / "families.json").read_text())
+    assert models.summary(records) in (docs.parent / "README.md").read_text()
+    assert models.page(records) == (docs / "families.md").read_text()
+    assert models.chart(records) == (docs / "families.svg").read_text()
 
 
 def test_twenty_families(models: ModuleType) -> None:
