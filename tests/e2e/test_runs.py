@@ -215,6 +215,8 @@ def test_the_end_says_what_came_out(full: Run) -> None:
     evaluation = full.values("evaluation_loss")[-1][1]
     seconds = full.records()[-1]["elapsed_seconds"]
     parts = summary.pop("seconds")
+    # The median of a step; predicted only where that was asked for.
+    assert 0 < summary.pop("step_seconds") < seconds
     assert summary == {"steps": 10, "samples": 160, "epochs": 0.625, "loss": loss, "evaluation_loss": evaluation,
                        "training_seconds": seconds, "failed_saves": 0, "failed_exports": 0,
                        "bad_steps": {}}  # fmt: skip
@@ -225,7 +227,8 @@ def test_the_end_says_what_came_out(full: Run) -> None:
     assert parts["loading libraries"] > 0
     assert parts["training"] > 0
     lines = full.out.splitlines()
-    assert lines[-6].startswith("trained 10 steps: 160 samples, 0.625 epochs, in 0:")
+    assert lines[-7].startswith("trained 10 steps: 160 samples, 0.625 epochs, in 0:")
+    assert re.fullmatch(r"a step: [\d.e-]+ s", lines[-6])
     assert lines[-5] == f"final loss {loss:.4f}, evaluation loss {evaluation:.4f}"
     assert lines[-4] == "export: full/export"
     assert (

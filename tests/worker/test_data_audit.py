@@ -182,6 +182,8 @@ def test_an_example_is_where_a_row_differs(tmp_path: Path, cache: Any) -> None:
     """Alpaca's rows begin alike: the example of a finding is the text in which the row differs."""
     rows = [{"instruction": text(), "input": "", "output": text()} for _ in range(30)]
     twice = {**rows[3], "output": "dup ran"}
+    # Long, because the likeness of two rows is estimated by 16 hashes.
+    rows[5]["output"] = text(60)
     near = {**rows[5], "output": rows[5]["output"] + " extra"}
     recipe = made(tmp_path, [{"messages": []}], sequence_length=256)
     path = tmp_path / "train.jsonl"
