@@ -21,7 +21,7 @@ class Measure:
 
 
 @dataclass(frozen=True)
-class Metric:
+class BuiltInMetric:
     """One row of the table."""
 
     manual: str
@@ -53,10 +53,10 @@ _VALUES = {"sequence-regression": _SCORES}
 
 # The order is that of a line of the log.
 METRICS = {
-    "loss": Metric(
+    "loss": BuiltInMetric(
         "By the run's engine, weighted as in training.", "min", "evaluation loss {:.4f}", {}
     ),
-    "perplexity": Metric(
+    "perplexity": BuiltInMetric(
         (
             "exp of the mean negative log likelihood per token; of masked tokens in masked "
             "language models."
@@ -65,17 +65,17 @@ METRICS = {
         "perplexity {:,.4g}",
         {"causal-lm": _LOSS, **_MASKED},
     ),
-    "masked_word_accuracy": Metric(
+    "masked_word_accuracy": BuiltInMetric(
         "Share of the masked tokens that the model predicts correctly.",
         "max",
         "masked tokens {:.2%}",
         _MASKED,
         trainer=("accuracy",),
     ),
-    "next_sentence_accuracy": Metric(
+    "next_sentence_accuracy": BuiltInMetric(
         "Share of the sentence pairs.", "max", "sentence pairs {:.2%}", {"pretraining": _PAIRS}
     ),
-    "classification_accuracy": Metric(
+    "classification_accuracy": BuiltInMetric(
         "Share of the samples; of token-classification, of the words.",
         "max",
         "accuracy {:.2%}",
@@ -83,7 +83,7 @@ METRICS = {
         hub="accuracy",
         trainer=("accuracy",),
     ),
-    "f1_macro": Metric(
+    "f1_macro": BuiltInMetric(
         "Mean F1 of the classes that occur in labels or predictions.",
         "max",
         "F1 {:.4f}",
@@ -91,7 +91,7 @@ METRICS = {
         hub="f1",
         trainer=("f1", "macro_f1"),
     ),
-    "entity_precision": Metric(
+    "entity_precision": BuiltInMetric(
         "By tags (B-X, I-X, O): share of the given entities, right with all words and type.",
         "max",
         "precision {:.4f}",
@@ -99,10 +99,10 @@ METRICS = {
         always=False,
         hub="precision",
     ),
-    "entity_recall": Metric(
+    "entity_recall": BuiltInMetric(
         "Share of the meant ones.", "max", "recall {:.4f}", _TAGS, always=False, hub="recall"
     ),
-    "entity_f1": Metric(
+    "entity_f1": BuiltInMetric(
         "Harmonic mean of both, as in conlleval and seqeval.",
         "max",
         "entity F1 {:.4f}",
@@ -111,8 +111,8 @@ METRICS = {
         hub="f1",
         trainer=("f1",),  # run_ner.py's is seqeval's
     ),
-    "mse": Metric("Mean squared error.", "min", "MSE {:.4g}", _VALUES),
-    "pearson": Metric(
+    "mse": BuiltInMetric("Mean squared error.", "min", "MSE {:.4g}", _VALUES),
+    "pearson": BuiltInMetric(
         'Correlation with the labels; "nan" where either is constant.',
         "max",
         "Pearson {:.4f}",
@@ -122,7 +122,7 @@ METRICS = {
 }
 
 
-def metrics_of(task: str) -> dict[str, Metric]:
+def metrics_of(task: str) -> dict[str, BuiltInMetric]:
     """Return the metrics that an evaluation of a model task may have."""
     return {
         name: metric

@@ -15,16 +15,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from ortlaunch.launch.attempts import (
-    in_vain,
-    newest_checkpoint,
-    record_attempt,
-    restarts_without_progress,
-    set_aside,
-    wait_seconds,
-)
+from ortlaunch.launch.attempts import newest_checkpoint, record_attempt, set_aside
 from ortlaunch.launch.failure import End
 from ortlaunch.launch.record import Attempt
+from ortlaunch.launch.restart_policy import in_vain, restarts_without_progress, wait_seconds
 from ortlaunch.rank import EXIT_SAVED, NO_FAULT
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.units import counted, duration

@@ -18,9 +18,10 @@ from dataclasses import replace
 
 from ortlaunch.cause import Cause, Failure
 from ortlaunch.launch import JobState
-from ortlaunch.launch.attempts import failed_turn, in_vain, restarts_without_progress
+from ortlaunch.launch.attempts import failed_turn
 from ortlaunch.launch.failure import End, explain_end, first_failure
 from ortlaunch.launch.record import JobRecord
+from ortlaunch.launch.restart_policy import in_vain, restarts_without_progress
 from ortlaunch.other_runs.queued import is_prepared
 from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.run_folder.folder import COMPLETE, RunDir, write_text

@@ -40,7 +40,7 @@ class Counted(NamedTuple):
     """Most bytes of live tensors at one time."""
 
 
-class Engine(NamedTuple):
+class EngineFactors(NamedTuple):
     """Time and memory of an engine beside the counted ones of plain PyTorch.
 
     Fitted to 17 models of benchmarks/models.py on one core, with least squares: seconds without
@@ -60,9 +60,9 @@ class Engine(NamedTuple):
 
 
 ENGINES = {
-    "eager": Engine(1.0, 85 << 20, 0.0, 0.0),
-    "inductor": Engine(4.25, 180 << 20, 0.0, -0.5),
-    "ort": Engine(1.25, 25 << 20, 0.4, 0.25, 1.2),
+    "eager": EngineFactors(1.0, 85 << 20, 0.0, 0.0),
+    "inductor": EngineFactors(4.25, 180 << 20, 0.0, -0.5),
+    "ort": EngineFactors(1.25, 25 << 20, 0.4, 0.25, 1.2),
 }
 
 

@@ -60,7 +60,7 @@ _FACTORS = np.random.default_rng(0).integers(1, 1 << 62, (_HASHES + _SHINGLE)).a
 ) * np.uint64(2) + np.uint64(1)
 
 
-class Finding(NamedTuple):
+class AuditFinding(NamedTuple):
     """A fault of the data."""
 
     name: str
@@ -76,7 +76,7 @@ class Finding(NamedTuple):
         return self.share >= _SEVERE.get(self.name, 2.0) and self.rows >= _ENOUGH
 
 
-class Row(NamedTuple):
+class AuditRow(NamedTuple):
     """A sample without its padding; of a pack, one of its chats."""
 
     ids: _Ints
@@ -92,9 +92,9 @@ class PartAudit(NamedTuple):
 
     key: str
     samples: int
-    rows: list[Row]
+    rows: list[AuditRow]
     """The audited rows."""
-    findings: list[Finding]
+    findings: list[AuditFinding]
     of: str = ""
     """The part of a stream that the samples are from."""
 
@@ -196,14 +196,14 @@ def _sources(samples: Any) -> Iterator[Any]:
         yield from _sources(inner[0]) if inner else [part]
 
 
-def _left_out(chats: Sequence[Conversations]) -> Iterator[Finding]:
+def _left_out(chats: Sequence[Conversations]) -> Iterator[AuditFinding]:
     total = sum(len(each.ends) for each in chats)
     if without := total - sum(len(each.kept) for each in chats):
         text = f"{without:,} of {total:,} chats have no learned token"
-        yield Finding("no_answers", text, without / total, total)
+        yield AuditFinding("no_answers", text, without / total, total)
 
 
-def _rows(sample: Any, index: int, label: str) -> Iterator[Row]:
+def _rows(sample: Any, index: int, label: str) -> Iterator[AuditRow]:
     """Yield the rows of a sample: the documents of a pack, or one.
 
     Args:
@@ -225,12 +225,12 @@ def _rows(sample: Any, index: int, label: str) -> Iterator[Row]:
         of = documents == number
         # The padding of a pack is a document without labels.
         if not is_pack or learned[of].any():
-            yield Row(ids[of], learned[of], None if by_token else labels.item(), index)
+            yield AuditRow(ids[of], learned[of], None if by_token else labels.item(), index)
 
 
 def _tokens(
-    rows: Sequence[Row], length: int, tokenizer: PreTrainedTokenizerBase
-) -> Iterator[Finding]:
+    rows: Sequence[AuditRow], length: int, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[AuditFinding]:
     """Yield findings on tokens: unknown ones, two begin marks, and texts that are cut off."""
     unknown = tokenizer.unk_token_id
     begin = tokenizer.bos_token_id
@@ -242,19 +242,19 @@ def _tokens(
     cut = sum(row.label is not None and len(row.ids) >= length for row in rows)
     if share > _FEW:
         text = f"{share:.1%} of the tokens are unknown to the tokenizer"
-        yield Finding("unknown_tokens", text, share, len(rows))
+        yield AuditFinding("unknown_tokens", text, share, len(rows))
     if twice:
-        yield Finding("two_begin_marks", f"rows that begin with two begin marks: {twice:,}")
+        yield AuditFinding("two_begin_marks", f"rows that begin with two begin marks: {twice:,}")
     if cut:
         text = f"{cut:,} of {len(rows):,} rows reach data.sequence_length ({length})"
-        yield Finding("cut_rows", f"{text}; longer ones are cut")
+        yield AuditFinding("cut_rows", f"{text}; longer ones are cut")
 
 
 def _equal(
-    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, near: bool
-) -> Iterator[Finding]:
+    rows: Sequence[AuditRow], tokenizer: PreTrainedTokenizerBase, near: bool
+) -> Iterator[AuditFinding]:
     """Yield findings on equal and, with `near`, nearly equal rows."""
-    first = dict[bytes, Row]()
+    first = dict[bytes, AuditRow]()
     for row in rows:
         first.setdefault(row.ids.tobytes(), row)
     again = [row for row in rows if first[row.ids.tobytes()] is not row]
@@ -273,10 +273,10 @@ def _equal(
     ):
         if found:
             example = _text(found[0], [*first.values()], tokenizer)
-            yield Finding(name, f"{text}: {len(found):,}, as {example}")
+            yield AuditFinding(name, f"{text}: {len(found):,}, as {example}")
 
 
-def _near(rows: Sequence[Row]) -> Iterator[Row]:
+def _near(rows: Sequence[AuditRow]) -> Iterator[AuditRow]:
     """Yield rows that differ little from an earlier one, by MinHash (Broder 1997) in linear time."""
     kept = [row for row in rows if len(row.ids) > 2 * _SHINGLE]
     found = [np.unique(_shingles(row.ids)) for row in kept]
@@ -305,8 +305,8 @@ def _shingles(ids: _Ints) -> NDArray[np.uint64]:
 
 
 def _answers(
-    rows: Sequence[Row], length: int, tokenizer: PreTrainedTokenizerBase
-) -> Iterator[Finding]:
+    rows: Sequence[AuditRow], length: int, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[AuditFinding]:
     """Yield findings on answers: cut off, empty, or without an end mark."""
     added = tokenizer.added_tokens_decoder.items()
     special = {*tokenizer.all_special_ids, *(number for number, each in added if each.special)}
@@ -328,20 +328,23 @@ def _answers(
         ("empty_answers", "are empty"),
     ):
         if counts[name]:
-            yield Finding(name, f"{counts[name]:,} of {counts['answers']:,} answers {text}")
+            yield AuditFinding(name, f"{counts[name]:,} of {counts['answers']:,} answers {text}")
 
 
-def _split_marks(tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
+def _split_marks(tokenizer: PreTrainedTokenizerBase) -> Iterator[AuditFinding]:
     """Yield the marks of the chat template that are no tokens of the tokenizer."""
     known = tokenizer.get_vocab()
     if split := sorted({*_MARKS.findall(str(tokenizer.chat_template))} - known.keys()):
         text = f"{', '.join(split)} of the chat template are no tokens of data.tokenizer"
-        yield Finding("split_marks", f"{text}; is it another model's? (data.added_tokens)")
+        yield AuditFinding("split_marks", f"{text}; is it another model's? (data.added_tokens)")
 
 
 def _overlap(
-    train: Sequence[Row], rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, same: bool
-) -> Iterator[Finding]:
+    train: Sequence[AuditRow],
+    rows: Sequence[AuditRow],
+    tokenizer: PreTrainedTokenizerBase,
+    same: bool,
+) -> Iterator[AuditFinding]:
     """Yield the evaluation rows that are training rows, too.
 
     Args:
@@ -354,10 +357,10 @@ def _overlap(
         text = f"{len(found):,} of {len(rows):,} rows are in data.train, too, as "
         share = 0.0 if same else len(found) / len(rows)
         example = _text(found[0], train, tokenizer)
-        yield Finding("overlap", text + example, share, len(rows))
+        yield AuditFinding("overlap", text + example, share, len(rows))
 
 
-def _misspelt(counts: dict[str, int]) -> Iterator[Finding]:
+def _misspelt(counts: dict[str, int]) -> Iterator[AuditFinding]:
     """Yield rare classes whose name is nearly that of another one.
 
     Args:
@@ -370,13 +373,13 @@ def _misspelt(counts: dict[str, int]) -> Iterator[Finding]:
         close = difflib.get_close_matches(name.strip().lower(), folded, 1, 0.8 if rare else 1.0)
         if close:
             other = folded[close[0]]
-            yield Finding(
+            yield AuditFinding(
                 "misspelt_class",
                 f"class {name!r} (rows: {counts[name]:,}) looks like {other!r} ({counts[other]:,})",
             )
 
 
-def _text(row: Row, others: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> str:
+def _text(row: AuditRow, others: Sequence[AuditRow], tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the text of a row from the token in which it differs from all other rows."""
     start = max((_shared(row.ids, each.ids) for each in others), default=0)
     # A token is often a part of a word.

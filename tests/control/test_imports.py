@@ -412,6 +412,16 @@ def test_every_imported_package_is_declared(sources: dict[Path, str]) -> None:
     assert OPTIONAL - set(requirements("*")) == set()
 
 
+def test_a_class_name_exists_once(sources: dict[Path, str]) -> None:
+    """A class has its name alone, except for the protocols of the public API."""
+    found: dict[str, list[str]] = {}
+    for module, source in sources.items():
+        for node in parsed(source).body:
+            if isinstance(node, ast.ClassDef) and module != Path("api/protocols.py"):
+                found.setdefault(node.name, []).append(module.as_posix())
+    assert {name: places for name, places in found.items() if len(places) > 1} == {}
+
+
 def test_lists_of_parameters_are_short(sources: dict[Path, str]) -> None:
     """A function has at most six parameters; commands in cli are exempt."""
     long = {}

@@ -21,7 +21,7 @@ from ortlaunch.run_folder.folder import read_json
 from ortlaunch.worker.data.order import Order
 from ortlaunch.worker.data.own import collate_any, in_own_form
 from ortlaunch.worker.data.reading import DataError
-from ortlaunch.worker.engine.torch_scheduler import Scheduler
+from ortlaunch.worker.engine.torch_scheduler import TorchScheduler
 from tests.ort import needs_ort
 from tests.training import records, run_here
 
@@ -219,7 +219,7 @@ def test_rates_of_an_earlier_step() -> None:
     optimizer = torch.optim.SGD(layer.parameters(), 0.1, momentum=0.9)
     cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=10)
     config: Any = SimpleNamespace(scheduler=cycle, interval="step", frequency=1)
-    rates = Scheduler(optimizer, config)
+    rates = TorchScheduler(optimizer, config)
     (group,) = optimizer.param_groups
     first = [(rates.rates(step, 0), group["momentum"]) for step in range(8)]
     # A run may multiply them by its own factor.

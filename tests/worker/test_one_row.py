@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from ortlaunch.evaluation_metrics import METRICS, Measure, Metric
+from ortlaunch.evaluation_metrics import METRICS, BuiltInMetric, Measure
 from ortlaunch.launch_plan import Plan
 from ortlaunch.model_tasks import MODEL_TASKS, ModelTask
 from ortlaunch.recipe import Recipe
@@ -42,7 +42,7 @@ class LabelCount:
         return {"label_count": sum(count for (count,) in group.gather_numbers([self.count]))}
 
 
-FAKE = Metric(
+FAKE = BuiltInMetric(
     "How many labels there were.",
     "max",
     "labels {:.0f}",

@@ -1,6 +1,6 @@
 """Unknown keys: each is reported with advice.
 
-advice.py chooses the key that was meant. The value is moved to it, so that it is checked as well.
+did_you_mean.py chooses the key that was meant. The value is moved to it, so that it is checked as well.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ortlaunch.recipe.fields.fields import (
     takes_null,
 )
 from ortlaunch.recipe.fields.models import Recipe
-from ortlaunch.recipe.hints.advice import Advice, advise
+from ortlaunch.recipe.hints.did_you_mean import Advice, advise
 from ortlaunch.recipe.text.place import KeyPath, Line, dotted
 from ortlaunch.recipe.text.tree import Tree
 

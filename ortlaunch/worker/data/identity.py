@@ -9,7 +9,7 @@ import hashlib
 
 import numpy as np
 
-from ortlaunch.worker.data.mixture import Mixture, Part
+from ortlaunch.worker.data.mixture import Mixture, SplitPart
 from ortlaunch.worker.data.order import order_name
 from ortlaunch.worker.data.packs import Packs
 from ortlaunch.worker.data.samples import Samples
@@ -39,7 +39,7 @@ def _held_out(samples: Samples) -> int:
     """Return the number of samples that are held out; with seed and total it says which."""
     parts = samples.parts if isinstance(samples, Mixture) else [samples]
     whole = (part.samples if isinstance(part, Packs) else part for part in parts)
-    return sum(len(part.whole) - len(part) for part in whole if isinstance(part, Part))
+    return sum(len(part.whole) - len(part) for part in whole if isinstance(part, SplitPart))
 
 
 def _order(samples: Samples) -> str:

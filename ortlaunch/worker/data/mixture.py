@@ -190,7 +190,7 @@ def shares(weights: Sequence[float]) -> _Ints:
     return counts
 
 
-class Part:
+class SplitPart:
     """Some of the samples of a data set; all other attributes are those of the whole."""
 
     def __init__(self, whole: Samples, count: int, index_of: Callable[[_Ints], _Ints]) -> None:
@@ -254,7 +254,7 @@ def split(samples: Samples, held: HeldOut, seed: int) -> tuple[Samples, Samples]
     return kept, Mixture(chosen, [1.0] * len(chosen))
 
 
-def _split(samples: Samples, count: int, seed: int) -> tuple[Part, Part]:
+def _split(samples: Samples, count: int, seed: int) -> tuple[SplitPart, SplitPart]:
     total = len(samples)
     if count >= total:
         raise DataError(
@@ -264,5 +264,7 @@ def _split(samples: Samples, count: int, seed: int) -> tuple[Part, Part]:
     held = np.sort(permutation(total, seed, _CHOICE)(np.arange(count)))
     # The number of training samples before each held-out one.
     before = held - np.arange(count)
-    kept = Part(samples, total - count, lambda at: at + np.searchsorted(before, at, side="right"))
-    return kept, Part(samples, count, lambda at: held[at])
+    kept = SplitPart(
+        samples, total - count, lambda at: at + np.searchsorted(before, at, side="right")
+    )
+    return kept, SplitPart(samples, count, lambda at: held[at])

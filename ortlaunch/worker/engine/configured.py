@@ -12,7 +12,7 @@ import torch
 
 from ortlaunch.errors import InputError
 from ortlaunch.worker.engine.optimizer import Building, BuiltOptimizer
-from ortlaunch.worker.engine.torch_scheduler import Scheduler
+from ortlaunch.worker.engine.torch_scheduler import TorchScheduler
 
 
 def configured(parts: Building) -> BuiltOptimizer:
@@ -63,5 +63,7 @@ def configured(parts: Building) -> BuiltOptimizer:
             "is a function of the step, so that a resumed run repeats it: return another scheduler"
         )
     return BuiltOptimizer(
-        optimizer, f"torch.optim.{kind.__name__} of {name}", scheduler=Scheduler(optimizer, config)
+        optimizer,
+        f"torch.optim.{kind.__name__} of {name}",
+        scheduler=TorchScheduler(optimizer, config),
     )

@@ -42,7 +42,7 @@ from ortlaunch.worker.engine.ort_engine import (
     wrapped_in_ort,
 )
 from ortlaunch.worker.engine.stepping import Batch, DeepSpeedStepper, Stepper, TorchStepper
-from ortlaunch.worker.engine.torch_scheduler import Scheduler
+from ortlaunch.worker.engine.torch_scheduler import TorchScheduler
 from ortlaunch.worker.model.chunked_head import chunk_head
 from ortlaunch.worker.model.loss_weight import LossWeight
 from ortlaunch.worker.model.matmul_precision import (
@@ -93,7 +93,7 @@ class TrainingEngine:
     another: Callable[[nn.Module], nn.Module] = field(default=lambda model: model)
     onnxruntime: Callable[[], OnnxRuntime | None] = field(default=lambda: None)
     """Returns the report of ONNX Runtime so far."""
-    scheduler: Scheduler | None = None
+    scheduler: TorchScheduler | None = None
     """The learning rates that a LightningModule configured; None: the recipe's schedule."""
     own_precision: bool = False
     """Whether the module keeps the matmul precision of its build and ignores torch's setting.

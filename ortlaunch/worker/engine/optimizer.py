@@ -15,7 +15,7 @@ from ortlaunch.optimizers import MUON_MOMENTUM, OPTIMIZERS
 from ortlaunch.ortmodule.fused_adam import ONNXRUNTIME, TORCH, fused_adam, why_too_large
 from ortlaunch.recipe.fields.optimizer import Optimizer
 from ortlaunch.run_folder.engine_report import OptimizerGroup
-from ortlaunch.worker.engine.torch_scheduler import Scheduler
+from ortlaunch.worker.engine.torch_scheduler import TorchScheduler
 from ortlaunch.worker.model.named_state import STATE_TENSORS
 from ortlaunch.worker.model.parameter_groups import (
     CombinedOptimizer,
@@ -62,7 +62,7 @@ class BuiltOptimizer(NamedTuple):
     """Why it is not the requested one; empty if it is."""
     notes: tuple[str, ...] = ()
     """Notes for the user."""
-    scheduler: Scheduler | None = None
+    scheduler: TorchScheduler | None = None
     """The learning rates that a LightningModule configured; None: the recipe's schedule."""
     groups: tuple[OptimizerGroup, ...] = ()
     """The record of its parameter groups."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 
-class Scheduler:
+class TorchScheduler:
     """The rates of an optimizer's parameter groups, which torch's scheduler computes."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, config: Any) -> None:

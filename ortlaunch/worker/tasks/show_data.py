@@ -19,7 +19,7 @@ from ortlaunch.recipe.fields.data import uses_template
 from ortlaunch.tasks import ShowDataRequest
 from ortlaunch.worker.data import LoadedData
 from ortlaunch.worker.data.chat_rows import chats_read
-from ortlaunch.worker.data_audit import Finding, PartAudit, Row, audits, class_counts
+from ortlaunch.worker.data_audit import AuditFinding, AuditRow, PartAudit, audits, class_counts
 from ortlaunch.worker.tasks.prepare_data import load
 
 # Samples of each part, and raw chats of each source, that are audited.
@@ -47,7 +47,7 @@ def run(request: ShowDataRequest) -> None:
     print(json.dumps(found, ensure_ascii=False, indent=2)) if request.json else _print(parts, found)
 
 
-def raw_findings(recipe: Recipe) -> Iterator[Finding]:
+def raw_findings(recipe: Recipe) -> Iterator[AuditFinding]:
     """Yield findings on messages as the rows have them: system messages and roles."""
     systems = Counter[str]()
     roles = Counter[str]()
@@ -64,7 +64,7 @@ def raw_findings(recipe: Recipe) -> Iterator[Finding]:
     ):
         if counts:
             kinds = ", ".join(f"{each} ({count:,})" for each, count in counts.items())
-            yield Finding(name, f"{text}: {kinds:.200}")
+            yield AuditFinding(name, f"{text}: {kinds:.200}")
 
 
 def _document(part: PartAudit, count: int, data: LoadedData) -> Json:
@@ -87,7 +87,7 @@ def _document(part: PartAudit, count: int, data: LoadedData) -> Json:
     }
 
 
-def _pieces(row: Row, data: LoadedData) -> Json:
+def _pieces(row: AuditRow, data: LoadedData) -> Json:
     starts = np.flatnonzero(np.diff(row.learned)) + 1
     pieces = zip(np.split(row.ids, starts), np.split(row.learned, starts))
     named = row.label is not None and data.class_names

@@ -10,9 +10,10 @@ import pytest
 
 from ortlaunch.cause import Cause
 from ortlaunch.launch import restarts
-from ortlaunch.launch.attempts import in_vain, restarts_without_progress, set_aside, wait_seconds
+from ortlaunch.launch.attempts import set_aside
 from ortlaunch.launch.failure import End
 from ortlaunch.launch.record import Attempt, JobRecord
+from ortlaunch.launch.restart_policy import in_vain, restarts_without_progress, wait_seconds
 from ortlaunch.launch.restarts import Ended, supervise
 from ortlaunch.other_runs.status import read_status
 from ortlaunch.planning.describe import describe
