@@ -42,7 +42,8 @@ _SHARE = 0.05
 # Optimizer steps of a measurement: each turn has one that is not measured.
 _STEPS = len(ENGINES) * (1 + WARM_UP_STEPS + SHORT.rounds * (1 + SHORT.steps))
 # The seconds of a measurement beside its steps (three starts, an export, a compilation, two
-# comparisons with plain PyTorch), in times of eager's start. benchmarks/models.py measures it.
+# comparisons with plain PyTorch), in times of eager's start. An estimate: one measurement, of a
+# BERT on a busy machine, took about eight. `benchmarks/models.py --parts auto` records both times.
 _STARTS = 6
 # Fields of `data` that decide the shape of a batch.
 _SHAPES = (
