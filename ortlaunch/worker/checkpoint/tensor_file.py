@@ -10,16 +10,15 @@ import json
 import math
 import os
 import struct
-import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import torch
 
 from ortlaunch.errors import CheckpointError
 from ortlaunch.json_types import Json
-from ortlaunch.worker.checkpoint.manifest import File
+from ortlaunch.worker.checkpoint.manifest import File, sum_of_blocks
 
 # The dtypes' names in the safetensors format.
 _DTYPES = {
@@ -77,24 +76,31 @@ def write_tensors(
     head = struct.pack("<Q", len(text)) + text
     size = 8 + len(text) + end
     with open(path, "wb") as file:
-        file.write(head)
-        total = zlib.crc32(head)
-        waiting = 0
-        for _, _, tensor in tensors:
-            for block in _blocks(tensor):
-                file.write(block)
-                # Let the disk start to write, while the next block is copied and summed.
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-                # Summed from memory, so that a later check detects faults of the disk.
-                total = zlib.crc32(block, total)
-                waiting = waiting + len(block)
-                if waiting >= _FLUSHED_BYTES:
-                    file.flush()
-                    os.fsync(file.fileno())
-                    waiting = 0
+        # Summed from memory, so that a later check detects faults of the disk.
+        total = sum_of_blocks(_written(file, head, [tensor for _, _, tensor in tensors]))
         file.flush()
         os.fsync(file.fileno())
     return {"bytes": size, "crc32": total}
+
+
+def _written(
+    file: IO[bytes], head: bytes, tensors: Iterable[torch.Tensor]
+) -> Iterator[bytes | memoryview]:
+    """Write the header and the flat tensors, and yield each block after it is written."""
+    file.write(head)
+    yield head
+    waiting = 0
+    for tensor in tensors:
+        for block in _blocks(tensor):
+            file.write(block)
+            # Let the disk start to write, while this block is summed and the next one is copied.
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            yield block
+            waiting = waiting + len(block)
+            if waiting >= _FLUSHED_BYTES:
+                file.flush()
+                os.fsync(file.fileno())
+                waiting = 0
 
 
 def _name_of(key: str, dtype: torch.dtype) -> str:

@@ -1,7 +1,7 @@
 """Writing of a checkpoint, completely or not at all.
 
-The files are written into step_N.partial, flushed to the disk, and listed in a manifest with size
-and CRC-32. Then the folder is renamed, and COMPLETE is written last.
+The files are written into step_N.partial, flushed to the disk, and listed in a manifest
+(manifest.py). Then the folder is renamed, and COMPLETE is written last.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ortlaunch.run_folder.folder import (
 )
 from ortlaunch.run_folder.origin import ORIGIN
 from ortlaunch.units import human
-from ortlaunch.worker.checkpoint.manifest import File, newest, sum_of, sum_up
+from ortlaunch.worker.checkpoint.manifest import File, flushed, joined, manifest_of, newest, sum_of
 from ortlaunch.worker.checkpoint.snapshot import Snapshot, take
 from ortlaunch.worker.engine.stepping import Stepper
 from ortlaunch.worker.process_group.distributed import DistributedContext
@@ -89,23 +89,16 @@ def write(
     # Each rank writes its own file, and knows its checksum without reading it again.
     with _agreed(run, group, partial):
         files = taken.write(partial)
-    written = {name for found in group.gather(json.dumps(files)) for name in json.loads(found)}
+    written = joined(group.gather(json.dumps(files)))
     # Rank 0 sums the files that no rank summed, such as the index.
     with _agreed(run, group, partial):
         if group.rank == 0:
-            files.update(
-                _flushed(partial, [name for name in _files_in(partial) if name not in written])
-            )
-    files = {
-        name: file
-        for found in group.gather(json.dumps(files))
-        for name, file in json.loads(found).items()
-    }
+            others = [name for name in _files_in(partial) if name not in written]
+            files.update(flushed(partial, others))
+    files = joined(group.gather(json.dumps(files)))
     with _agreed(run, group, partial):
         if group.rank == 0:
-            _complete(
-                run, step, {"step": step, "samples": samples, "ranks": group.size, "files": files}
-            )
+            _complete(run, step, manifest_of(step, samples, group.size, files))
     return folder
 
 
@@ -165,16 +158,6 @@ def _require_room(run: RunDir) -> None:
 
 def _files_in(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-
-
-def _flushed(folder: Path, names: list[str]) -> dict[str, File]:
-    """Flush some of the files to the disk; return their sizes and checksums."""
-    found = {}
-    for name in names:
-        with open(folder / name, "rb") as file:
-            os.fsync(file.fileno())
-            found[name] = {"bytes": os.fstat(file.fileno()).st_size, "crc32": sum_up(file)}
-    return found
 
 
 def _complete(run: RunDir, step: int, manifest: dict[str, object]) -> None:
