@@ -272,7 +272,7 @@ def beats_of(ranks: int) -> Step:
     from ortlaunch.die_with_parent import die_with_parent
     from ortlaunch.rank import Rank
     from ortlaunch.worker.supervision.heartbeats import Exchange, beat_seconds
-    from ortlaunch.worker.supervision.stall import Beat
+    from ortlaunch.worker.supervision.stall_rules import Beat
 
     def beat(rank: int) -> Beat:
         return Beat(

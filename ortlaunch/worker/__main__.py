@@ -20,7 +20,7 @@ from ortlaunch.worker.process_group.meeting_port import require_free
 from ortlaunch.worker.supervision.child import be_ended_first
 from ortlaunch.worker.supervision.progress import Progress
 from ortlaunch.worker.supervision.rank_supervisor import watch
-from ortlaunch.worker.supervision.stall import MEETING
+from ortlaunch.worker.supervision.stall_rules import MEETING
 from ortlaunch.worker.supervision.watchdog import Watchdog
 
 

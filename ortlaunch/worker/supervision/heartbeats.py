@@ -21,7 +21,7 @@ from typing import Any
 
 from ortlaunch.json_types import Json
 from ortlaunch.rank import Rank
-from ortlaunch.worker.supervision.stall import SILENT_SECONDS, Beat
+from ortlaunch.worker.supervision.stall_rules import SILENT_SECONDS, Beat
 
 _DIGEST = 16
 # Only the end of a stack fits in a datagram.

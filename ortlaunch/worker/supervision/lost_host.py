@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 
 from ortlaunch.run_folder.lost import Lost
 from ortlaunch.worker.supervision.interface import has_link, interface_with, source_address
-from ortlaunch.worker.supervision.stall import Beat
+from ortlaunch.worker.supervision.stall_rules import Beat
 
 _SILENT_SECONDS = 7.0
 _ANSWER_SECONDS = 2.0

@@ -37,7 +37,7 @@ from ortlaunch.worker.supervision.failure import SEEN, Account, of_own_exit
 from ortlaunch.worker.supervision.lost_host import end_launcher
 from ortlaunch.worker.supervision.rank_log import RankLog
 from ortlaunch.worker.supervision.requests import DEAF, LISTENING, SIGNAL_REQUESTS, Requests
-from ortlaunch.worker.supervision.stall import EXIT_STATUS as STALLED
+from ortlaunch.worker.supervision.stall_rules import EXIT_STATUS as STALLED
 from ortlaunch.worker.supervision.terminal import NewOutput, Prefixed, Screen, Stream
 from ortlaunch.worker.supervision.watchdog import Watchdog
 

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ortlaunch.worker.supervision.stall import Beat
+from ortlaunch.worker.supervision.stall_rules import Beat
 
 # A comparison covers at least this many steps and seconds.
 _STEPS = 50

@@ -1,7 +1,7 @@
 """A supervisor's watchdog: it sends the rank's heartbeats and ends a rank of a stalled run.
 
-Rank 0's supervisor judges for all ranks. The others judge only while rank 0's is silent. Standard
-library only.
+stall_rules.py decides when a rank hangs. Rank 0's supervisor judges by it for all ranks. The others
+judge only while rank 0's is silent. Standard library only.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ortlaunch.worker.supervision.heartbeats import Exchange, beat_seconds
 from ortlaunch.worker.supervision.lost_host import LostHosts
 from ortlaunch.worker.supervision.pulse import AUTO, NEVER, Activity, Pulse
 from ortlaunch.worker.supervision.slow import SlowRanks
-from ortlaunch.worker.supervision.stall import EXIT_STATUS, Beat, Verdict, judge
+from ortlaunch.worker.supervision.stall_rules import EXIT_STATUS, Beat, Verdict, judge
 
 # Of rank 0's supervisor, which judges; the others send heartbeats (heartbeats.beat_seconds).
 _JUDGE_SECONDS = 1.0

@@ -14,7 +14,7 @@ from ortlaunch.run_folder.lost import Lost
 from ortlaunch.worker.supervision import lost_host
 from ortlaunch.worker.supervision.interface import has_link
 from ortlaunch.worker.supervision.lost_host import LostHosts, answers, end_launcher
-from ortlaunch.worker.supervision.stall import Beat
+from ortlaunch.worker.supervision.stall_rules import Beat
 
 
 def beat(rank: int, host: str, silent: float = 0.0) -> Beat:

@@ -1,7 +1,7 @@
-"""Detection of a stalled run and of the ranks that the others wait for.
+"""Rules by which a run counts as stalled, and which ranks the others wait for.
 
-These are pure functions from heartbeats to a verdict. docs/ends.md has the table of limits for
-users.
+These are pure functions from heartbeats to a verdict; watchdog.py ends the ranks. docs/ends.md has
+the table of limits for users.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import torch
 
 from ortlaunch.rank import Rank
 from ortlaunch.run_folder.folder import RunDir, write_text
-from ortlaunch.worker.supervision import heartbeats, stall
+from ortlaunch.worker.supervision import heartbeats, stall_rules
 from ortlaunch.worker.supervision.heartbeats import Exchange, beat_seconds
 from ortlaunch.worker.supervision.pulse import (
     AUTO,
@@ -26,7 +26,7 @@ from ortlaunch.worker.supervision.pulse import (
     Pulse,
 )
 from ortlaunch.worker.supervision.slow import SlowRanks
-from ortlaunch.worker.supervision.stall import MEETING, Beat, behind, judge, limits
+from ortlaunch.worker.supervision.stall_rules import MEETING, Beat, behind, judge, limits
 from ortlaunch.worker.supervision.watchdog import Watchdog, _first_lines
 from ortlaunch.worker.training.rebuilding import COMPILING, report_rebuilding
 from tests.makers import plan, recipe
@@ -96,7 +96,7 @@ def test_who_is_behind_is_found_in_linear_time(monkeypatch: pytest.MonkeyPatch) 
         reads.append(one.rank)
         return one.moves, one.collectives
 
-    monkeypatch.setattr(stall, "_passed", passed)
+    monkeypatch.setattr(stall_rules, "_passed", passed)
     beats = [beat(rank, moves=9 + rank) for rank in range(2048)]
     assert [late.rank for late in behind(beats)] == [0]
     # The minimum was once computed again for each rank: four million reads of 2,048 heartbeats.
