@@ -9,7 +9,7 @@ from unittest import mock
 
 from ortlaunch.ortmodule.base import patching
 from ortlaunch.ortmodule.base.graph import ShapeInferenceError
-from ortlaunch.ortmodule.torch_in_graph import attention_kernels, head_loss
+from ortlaunch.ortmodule.torch_in_graph import attention_operator, head_loss
 
 if TYPE_CHECKING:
     import onnx
@@ -42,7 +42,7 @@ def _with_own_operators(
     original: AnyFunction, inference: ShapeInference, *args: object, **kwargs: object
 ) -> None:
     original(inference, *args, **kwargs)
-    for name, infer in ((head_loss.OPERATOR, _head_loss), (attention_kernels.FORWARD, _attention)):
+    for name, infer in ((head_loss.OPERATOR, _head_loss), (attention_operator.FORWARD, _attention)):
         inference.aten_op_dispatcher_[name] = functools.partial(infer, inference)
 
 

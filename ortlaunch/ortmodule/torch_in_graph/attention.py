@@ -1,7 +1,8 @@
 """Attention as torch's fused kernel inside ORT's graph, without materialized causal masks.
 
-The module does not import transformers. It patches transformers' mask module only if the model has
-imported it.
+attention_choice.py decides where the kernel is used; attention_operator.py defines the operator on
+CPUs. The module does not import transformers. It patches transformers' mask module only if the
+model has imported it.
 """
 
 from __future__ import annotations
@@ -17,10 +18,8 @@ from unittest import mock
 
 import torch
 
-from ortlaunch import machine
-from ortlaunch.ortmodule.base.counters import tally
 from ortlaunch.ortmodule.base.export import Export
-from ortlaunch.ortmodule.torch_in_graph import attention_kernels
+from ortlaunch.ortmodule.torch_in_graph import attention_operator
 from ortlaunch.ortmodule.tracing.symbolics import constants, integers, is_bool, type_of
 
 if TYPE_CHECKING:
@@ -41,59 +40,15 @@ _COUNTING = {
 }  # fmt: skip
 
 
-def is_fused(inputs: Sequence[Any], device: str, learns_mask: bool, listed: bool) -> bool:
-    """Return whether a traced attention stays torch's fused kernel; note why it does not.
-
-    Args:
-        inputs: the inputs of the traced call: query, key, value, mask, dropout probability, ...
-        device: the device's type.
-        learns_mask: whether the mask has a gradient.
-        listed: whether the settings list the operator, which then stays torch's at any length.
-    """
-    obstacle = _obstacle(inputs, device, learns_mask)
-    # An attention that the settings list, and that has no fused kernel, is any other call of torch.
-    if listed:
-        return not obstacle
-    if obstacle:
-        tally.note(f"attention {obstacle} is written out in the graph: torch has no kernel for it")
-        return False
-    scores = math.prod(size[2] or 1 for size in map(_sizes, inputs[:2]))
-    if scores < machine.FUSED_ATTENTION_SCORES:
-        tally.note("attention over short sequences is written out in the graph, which is faster")
-        return False
-    return True
-
-
-def _obstacle(inputs: Sequence[Any], device: str, learns_mask: bool) -> str:
-    """Return why torch has no fused kernel for an attention; empty if it has one."""
-    sizes = [_sizes(one) for one in inputs[:3]]
-    if learns_mask:
-        return "with a mask that is trained"
-    if any(one.node().kind() != "prim::Constant" for one in inputs[4:7]):
-        return "with a dropout, scale or causal flag that the forward pass computes"
-    if device == "cpu" and inputs[4].toIValue():
-        return "with dropout on a CPU"
-    if any(len(size) != 4 for size in sizes):
-        return "of tensors without batch or heads"
-    if any((sizes[0][1] or 1) % (size[1] or 1) for size in sizes):
-        return "with more heads of keys than of queries"
-    return "with values of another size than the keys" if sizes[1][3] != sizes[2][3] else ""
-
-
-def _sizes(value: Any) -> Sequence[int | None]:
-    sizes: Sequence[int | None] | None = value.type().sizes()
-    return sizes or ()
-
-
 def written(g: GraphContext, given: Sequence[Any], inputs: Sequence[Any]) -> Any:
     """Write an attention as a call of torch's kernel for CPUs, with the kernel's own gradient.
 
     Args:
         g: the graph.
-        given: the inputs of the traced call, for which `is_fused` is true.
+        given: the inputs of the traced call, for which `attention_choice.is_fused` is true.
         inputs: their values in the graph.
     """
-    attention_kernels.define_operators()
+    attention_operator.define_operators()
     _register_gradient()
     causal, scale = (setting.toIValue() for setting in given[5:7])
     # Where the model swapped the dimensions only for attention, the kernel swaps strides instead.
@@ -105,7 +60,7 @@ def written(g: GraphContext, given: Sequence[Any], inputs: Sequence[Any]) -> Any
         g.op("Constant", value_t=torch.tensor(bool(causal))),
         _none(g) if scale is None else g.op("Constant", value_t=torch.tensor(float(scale))),
         integers(g, sum(1 << place for place, before in enumerate(swapped) if before)),
-        operator_s=attention_kernels.FORWARD,
+        operator_s=attention_operator.FORWARD,
         overload_name_s="",
         outputs=2,
     )
@@ -182,17 +137,17 @@ def _register_gradient() -> None:
         ("ATen", "org.pytorch.aten"),
         ["GO(0)", *(f"I({place})" for place in range(7)), "O(0)", "O(1)"],
         ["GI(0)", "GI(1)", "GI(2)"],
-        {"operator": {"value": attention_kernels.BACKWARD, "dtype": "string"}},
+        {"operator": {"value": attention_operator.BACKWARD, "dtype": "string"}},
     )
     module: Any = importlib.import_module("onnxruntime.capi._pybind_state")
-    key = f"org.pytorch.aten::ATen::{attention_kernels.FORWARD}::"
+    key = f"org.pytorch.aten::ATen::{attention_operator.FORWARD}::"
     module.register_gradient_definition(key, _to_gradient_definition([node]))
 
 
 # Any: a Rewriting of torch_kernels.py, which imports this module.
 def complete_gradients(rewriting: Any, node: onnx.NodeProto) -> bool:
     """Name the gradients of frozen inputs, which ORT leaves out but torch's operator returns."""
-    if any(one.s == attention_kernels.BACKWARD.encode() for one in node.attribute):
+    if any(one.s == attention_operator.BACKWARD.encode() for one in node.attribute):
         names = [*node.output, "", ""][:3]
         node.output[:] = [name or f"{node.name}_{place}" for place, name in enumerate(names)]
         rewriting.made.update(node.output)

@@ -26,7 +26,7 @@ from ortlaunch.ortmodule.base.patching import wrap_method
 from ortlaunch.ortmodule.base.settings import settings_of
 from ortlaunch.ortmodule.base.source_guard import EVALUATION, TRAINING, TRANSITION, owner
 from ortlaunch.ortmodule.build import extensions
-from ortlaunch.ortmodule.torch_in_graph import attention, operator_calls
+from ortlaunch.ortmodule.torch_in_graph import attention, attention_choice, operator_calls
 from ortlaunch.ortmodule.torch_in_graph.operator_table import DRAWING, is_torchs
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ class _Translator:
 
     def _is_fused(self, given: Sequence[Any], inputs: Sequence[Any], listed: bool) -> bool:
         learns_mask = self._gradients.reach(inputs[3])
-        return (listed or self._auto) and attention.is_fused(
+        return (listed or self._auto) and attention_choice.is_fused(
             given, self._device, learns_mask, listed
         )
 

@@ -16,7 +16,7 @@ from ortlaunch import machine
 from ortlaunch.ortmodule.base import torch_calls
 from ortlaunch.ortmodule.base.counters import tally
 from ortlaunch.ortmodule.build import extensions
-from ortlaunch.ortmodule.torch_in_graph import attention_kernels
+from ortlaunch.ortmodule.torch_in_graph import attention_operator
 from tests.ort import needs_ort
 from tests.ortmodule.modules import same, training_graph, wrapped
 
@@ -126,7 +126,7 @@ def test_masks(kind: str) -> None:
 
 def test_a_mask_of_unknown_type() -> None:
     """ORT passes a boolean mask as uint8; keys of one sample may serve all, with their gradients."""
-    attention_kernels.define_operators()
+    attention_operator.define_operators()
     torch.manual_seed(0)
     # Batch, length, heads, size; one sample of keys, and half as many heads of them.
     query, key, value = (torch.randn(n, 5, heads, 8) for n, heads in ((3, 4), (1, 2), (1, 2)))
@@ -148,7 +148,7 @@ def test_a_mask_of_unknown_type() -> None:
 
 def test_inputs_that_are_not_contiguous() -> None:
     """The kernel requires that the elements of one head are neighbours; the operator copies them."""
-    attention_kernels.define_operators()
+    attention_operator.define_operators()
     torch.manual_seed(0)
     query, key, value = (torch.randn(2, 4, 8, 5).transpose(2, 3) for _ in range(3))
     given = (query, key, value, None, False, None, 0)
