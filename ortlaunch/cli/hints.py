@@ -165,8 +165,8 @@ def _hint(word: str, after: Sequence[str], ours: set[str]) -> str | None:
         ours: the options of the verb.
     """
     from ortlaunch.recipe.fields.fields import names_in, section_at
-    from ortlaunch.recipe.hints.dialects import FOREIGN
     from ortlaunch.recipe.hints.did_you_mean import advise
+    from ortlaunch.recipe.hints.keys_of_other_tools import FOREIGN
     from ortlaunch.recipe.text.place import dotted, keys
     from ortlaunch.recipe.text.words import likeness, normal
 

@@ -26,7 +26,7 @@ from ortlaunch.recipe.text.source import override, read
 from ortlaunch.recipe.text.tree import Tree, merge
 from ortlaunch.recipe.text.yaml_text import dump
 
-# The converter of each tool, and the dialects (recipe/hints/dialects.py) of its keys, by priority.
+# The converter of each tool, and its tables in recipe/hints/keys_of_other_tools.py, by priority.
 _TOOLS = {
     "axolotl": (axolotl.convert, ("Axolotl", "Hugging Face")),
     "llama-factory": (llama_factory.convert, ("LLaMA-Factory", "Hugging Face")),

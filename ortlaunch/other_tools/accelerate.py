@@ -1,4 +1,7 @@
-"""Convert accelerate's YAML, which describes processes; the training comes from --base."""
+"""Convert accelerate's YAML, which describes processes; the training comes from --base.
+
+A key that is only renamed is a row of a table in recipe/hints/keys_of_other_tools.py.
+"""
 
 from __future__ import annotations
 

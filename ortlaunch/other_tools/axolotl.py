@@ -1,4 +1,7 @@
-"""Convert Axolotl's YAML: causal language models, with a list of datasets."""
+"""Convert Axolotl's YAML: causal language models, with a list of datasets.
+
+A key that is only renamed is a row of a table in recipe/hints/keys_of_other_tools.py.
+"""
 
 from __future__ import annotations
 

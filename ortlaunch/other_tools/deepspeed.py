@@ -1,6 +1,7 @@
 """Convert DeepSpeed's JSON.
 
 Batch, optimizer, schedule and precision become keys of the recipe; all else goes to zero.deepspeed.
+A key that is only renamed is a row of a table in recipe/hints/keys_of_other_tools.py.
 """
 
 from __future__ import annotations

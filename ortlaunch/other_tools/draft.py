@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ortlaunch.recipe.fields.fields import choices, everywhere, names_in, section_at
-from ortlaunch.recipe.hints.dialects import DIALECTS, WHOLE
+from ortlaunch.recipe.hints.keys_of_other_tools import DIALECTS, WHOLE
 from ortlaunch.recipe.text.place import HIDDEN, SECRET, Place, keys, without_secrets
 from ortlaunch.recipe.text.tree import Tree
 from ortlaunch.recipe.text.words import closest, normal

@@ -1,4 +1,7 @@
-"""Convert LLaMA-Factory's YAML: Trainer's arguments, and its own for model, method and data."""
+"""Convert LLaMA-Factory's YAML: Trainer's arguments, and its own for model, method and data.
+
+A key that is only renamed is a row of a table in recipe/hints/keys_of_other_tools.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Convert torchtune's YAML: a component for each part, with its arguments."""
+"""Convert torchtune's YAML: a component for each part, with its arguments.
+
+A key that is only renamed is a row of a table in recipe/hints/keys_of_other_tools.py.
+"""
 
 from __future__ import annotations
 

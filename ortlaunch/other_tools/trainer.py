@@ -1,6 +1,7 @@
 """Convert the arguments of Hugging Face's Trainer and its examples (run_mlm, run_clm, run_glue).
 
 LLaMA-Factory and Axolotl share most of them.
+A key that is only renamed is a row of a table in recipe/hints/keys_of_other_tools.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Convert keys of TRL's SFTTrainer (sft.py, the alignment handbook) for data and LoRA."""
+"""Convert keys of TRL's SFTTrainer (sft.py, the alignment handbook) for data and LoRA.
+
+A key that is only renamed is a row of a table in recipe/hints/keys_of_other_tools.py.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Advice about an unknown key: the key that the user most likely meant.
 
-recipe/text/words.py compares spellings, dialects.py has the keys of other tools.
+recipe/text/words.py compares spellings, keys_of_other_tools.py has the keys of other tools.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ortlaunch.recipe.fields.deepspeed_keys import SETTINGS
 from ortlaunch.recipe.fields.families import CONFIG_FIELDS
 from ortlaunch.recipe.fields.fields import below, everywhere, names_in, section_at
-from ortlaunch.recipe.hints.dialects import FOREIGN
+from ortlaunch.recipe.hints.keys_of_other_tools import FOREIGN
 from ortlaunch.recipe.text.place import KeyPath, dotted, keys
 from ortlaunch.recipe.text.words import likeness, normal
 
@@ -62,7 +62,7 @@ def _foreign(key: str, section: KeyPath) -> Advice | None:
     entry = FOREIGN.get(f"{dotted(section)}.{key}") or FOREIGN.get(key)
     if entry is None:
         return None
-    # The form of these texts is described in dialects.py.
+    # The form of these texts is described in keys_of_other_tools.py.
     if entry.ours.startswith("none: "):
         return Advice(f"{entry.tool}'s {key} is not needed here: {entry.ours[6:]}")
     # The key comes first; a remark in parentheses may follow.
