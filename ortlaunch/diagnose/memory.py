@@ -73,7 +73,7 @@ def _less(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, int]]:
 
 
 def _settings(recipe: Recipe, ranks: int) -> Iterator[tuple[str, dict[str, dict[str, object]]]]:
-    # A recipe with engine ort and ZeRO 3 is rejected (recipe/rules/rules.py).
+    # A recipe with engine ort and ZeRO 3 is rejected (recipe/rules/engine_rules.py).
     most = 2 if recipe.engine.name == "ort" else 3
     stage = recipe.zero.stage if recipe.zero else 0
     if ranks > 1 and stage < most and not recipe.optimizer.traits.needs_whole_tensors:

@@ -10,13 +10,19 @@ from collections.abc import Iterator
 
 from ortlaunch.recipe.fields.models import Recipe
 from ortlaunch.recipe.fields.ort_variables import contradictions
+from ortlaunch.recipe.fields.section import chosen
 from ortlaunch.recipe.rules.model_rules import function
+from ortlaunch.recipe.rules.parity import compared_steps
 from ortlaunch.recipe.text.place import Problem
 
 # cluster:strategy:count, several of them separated by commas.
 _PLAN = re.compile(r"[^:,\s]+:[012]:(-1|\d+)(,[^:,\s]+:[012]:(-1|\d+))*")
 # Keys of ORT's JSON file of Triton settings.
 _TRITON_KEYS = ("ops", "initializer", "min_nodes", "symbolic_shape_hint")
+# Fields about the comparison with plain PyTorch, which engine eager does not need.
+_PARITY = ("parity_steps", "parity_tolerance")
+# Fields that have an effect on every engine; all others belong to engine ort.
+_EVERY_ENGINES = ("name", "matmul_precision", "onednn", "chunked_loss")
 # field -> the reason why it does nothing on a CPU.
 CUDA_ONLY = {
     "print_memory_stats": "it reads CUDA's allocator",
@@ -39,6 +45,8 @@ _NEEDS = {
 
 def engine_rules(recipe: Recipe) -> Iterator[Problem]:
     """Yield every broken rule about the engine's settings."""
+    yield from _name(recipe)
+    yield from _parity(recipe)
     if recipe.engine.matmul_precision != "highest" and recipe.format.is_narrow:
         yield (
             ("engine.matmul_precision", "precision"),
@@ -58,7 +66,7 @@ def engine_rules(recipe: Recipe) -> Iterator[Problem]:
             ("model.offload_activations", "engine.name"),
             f"got engine {recipe.engine.name}; engine eager alone has it",
         )
-    # The fields below belong to engine ort; `_engine` of rules.py reports them with other engines.
+    # The fields below belong to engine ort; `_name` reports them with other engines.
     if recipe.engine.name != "ort":
         return
     yield from _pairs(recipe)
@@ -67,6 +75,65 @@ def engine_rules(recipe: Recipe) -> Iterator[Problem]:
     yield from _triton(recipe)
     for name, message in contradictions(recipe.engine, recipe.launch.env):
         yield (f"launch.env.{name}", "engine"), message
+
+
+def _name(recipe: Recipe) -> Iterator[Problem]:
+    """Yield the problems of the engine's name beside micro_size, ort's fields and ZeRO 3."""
+    engine = recipe.engine
+    # The rules of the other engines apply when one of them is chosen.
+    if engine.name == "auto":
+        if recipe.batch.micro_size == "auto":
+            yield (
+                ("engine.name", "batch.micro_size"),
+                "got auto beside micro_size: auto, and each is measured with the other fixed; "
+                "set one of them",
+            )
+        return
+    if engine.name != "ort":
+        for key in sorted(chosen(engine) - {*_EVERY_ENGINES, *_PARITY}):
+            yield (
+                (f"engine.{key}", "engine.name"),
+                (
+                    f"has no effect with engine {engine.name}: it is for ort; leave it out, or write "
+                    "null"
+                ),
+            )
+        return
+    if recipe.zero and recipe.zero.stage == 3:
+        yield (
+            ("zero.stage", "engine.name"),
+            "got 3 with engine ort: ONNX Runtime 1.19.2 rebuilds DeepSpeed's ZeRO 3 hooks from "
+            "their code of before "
+            "0.16.9, and today's differ in name, closures and per-module classes; use stage 2, "
+            "or engine.name: eager",
+        )
+
+
+def _parity(recipe: Recipe) -> Iterator[Problem]:
+    """Yield the problems of the fields for the comparison with plain PyTorch."""
+    engine = recipe.engine
+    asked = [key for key in _PARITY if key in chosen(engine)]
+    if engine.name == "eager":
+        for key in asked:
+            yield (
+                (f"engine.{key}", "engine.name"),
+                (
+                    "has no effect with engine eager: it compares another engine with plain "
+                    "PyTorch; leave it out, or choose one: engine.name=ort"
+                ),
+            )
+    elif engine.name != "auto" and not compared_steps(recipe).steps:
+        for key in set(asked) - {"parity_steps"}:
+            yield (
+                (f"engine.{key}", "engine.parity_steps"),
+                "has no effect without engine.parity_steps; set it as well",
+            )
+    elif engine.parity_steps != "auto" and recipe.zero and recipe.zero.stage == 3:
+        yield (
+            ("engine.parity_steps", "zero.stage"),
+            f"got {engine.parity_steps} with ZeRO 3, where no rank has all weights for the "
+            "comparison; use stage 2 for these steps",
+        )
 
 
 def _chunked_loss(recipe: Recipe) -> Iterator[Problem]:
@@ -241,6 +308,9 @@ def _triton(recipe: Recipe) -> Iterator[Problem]:
                 (f"engine.triton_config.{key}",),
                 f"unknown key; valid here: {', '.join(_TRITON_KEYS)}",
             )
-    chosen = config.get("initializer", "scalar")
-    if chosen not in ("none", "scalar", "all"):
-        yield ("engine.triton_config.initializer",), f"got {chosen}; it must be none, scalar or all"
+    initializer = config.get("initializer", "scalar")
+    if initializer not in ("none", "scalar", "all"):
+        yield (
+            ("engine.triton_config.initializer",),
+            f"got {initializer}; it must be none, scalar or all",
+        )

@@ -17,17 +17,11 @@ from ortlaunch.recipe.rules.data_rules import data_rules
 from ortlaunch.recipe.rules.engine_rules import engine_device_rules, engine_rules
 from ortlaunch.recipe.rules.launch_rules import launch_rules
 from ortlaunch.recipe.rules.model_rules import function, model_rules
-from ortlaunch.recipe.rules.parity import compared_steps
 from ortlaunch.recipe.rules.schedule_rules import schedule_rules
 from ortlaunch.recipe.rules.submit_rules import submit_rules
 from ortlaunch.recipe.text.place import Problem
 from ortlaunch.tasks import TASKS
 from ortlaunch.units import counted
-
-# Fields about the comparison with plain PyTorch, which engine eager does not need.
-_PARITY = ("parity_steps", "parity_tolerance")
-# Fields that have an effect on every engine; all others belong to engine ort.
-_EVERY_ENGINES = ("name", "matmul_precision", "onednn", "chunked_loss")
 
 
 def broken(recipe: Recipe) -> Iterator[Problem]:
@@ -39,8 +33,6 @@ def broken(recipe: Recipe) -> Iterator[Problem]:
         _batch,
         _optimizer,
         schedule_rules,
-        _engine,
-        _parity,
         engine_rules,
         deepspeed_rules,
         _train,
@@ -241,63 +233,6 @@ def _combined(optimizer: Optimizer) -> Iterator[Problem]:
             ("optimizer.name", "optimizer.groups"),
             f"got {optimizer.name} with groups of {', '.join(sorted(others))}; beside another "
             f"optimizer there can be {', '.join(able)}",
-        )
-
-
-def _engine(recipe: Recipe) -> Iterator[Problem]:
-    engine = recipe.engine
-    # The rules of the other engines apply when one of them is chosen.
-    if engine.name == "auto":
-        if recipe.batch.micro_size == "auto":
-            yield (
-                ("engine.name", "batch.micro_size"),
-                "got auto beside micro_size: auto, and each is measured with the other fixed; "
-                "set one of them",
-            )
-        return
-    if engine.name != "ort":
-        for key in sorted(chosen(engine) - {*_EVERY_ENGINES, *_PARITY}):
-            yield (
-                (f"engine.{key}", "engine.name"),
-                (
-                    f"has no effect with engine {engine.name}: it is for ort; leave it out, or write "
-                    "null"
-                ),
-            )
-        return
-    if recipe.zero and recipe.zero.stage == 3:
-        yield (
-            ("zero.stage", "engine.name"),
-            "got 3 with engine ort: ONNX Runtime 1.19.2 rebuilds DeepSpeed's ZeRO 3 hooks from "
-            "their code of before "
-            "0.16.9, and today's differ in name, closures and per-module classes; use stage 2, "
-            "or engine.name: eager",
-        )
-
-
-def _parity(recipe: Recipe) -> Iterator[Problem]:
-    engine = recipe.engine
-    asked = [key for key in _PARITY if key in chosen(engine)]
-    if engine.name == "eager":
-        for key in asked:
-            yield (
-                (f"engine.{key}", "engine.name"),
-                (
-                    "has no effect with engine eager: it compares another engine with plain "
-                    "PyTorch; leave it out, or choose one: engine.name=ort"
-                ),
-            )
-    elif engine.name != "auto" and not compared_steps(recipe).steps:
-        for key in set(asked) - {"parity_steps"}:
-            yield (
-                (f"engine.{key}", "engine.parity_steps"),
-                "has no effect without engine.parity_steps; set it as well",
-            )
-    elif engine.parity_steps != "auto" and recipe.zero and recipe.zero.stage == 3:
-        yield (
-            ("engine.parity_steps", "zero.stage"),
-            f"got {engine.parity_steps} with ZeRO 3, where no rank has all weights for the "
-            "comparison; use stage 2 for these steps",
         )
 
 
