@@ -1,6 +1,6 @@
-"""Activations that a layer of BERT or Llama keeps for its backward pass, in bytes a token.
+"""Activations of a rank at the peak: those that layers keep for the backward pass, and the logits.
 
-Counted are the tensors that transformers 5 and torch 2.13 save
+Counted for a layer of BERT or Llama are the tensors that transformers 5 and torch 2.13 save
 (tests/worker/model/test_activations.py compares), by the method of Korthikanti et al., "Reducing
 Activation Recomputation in Large Transformer Models" (2022), section 4.1.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from ortlaunch.json_types import Json
 from ortlaunch.machine import FUSED_ATTENTION_SCORES
+from ortlaunch.planning.loss_chunks import chunked
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.families import DECODERS, Decoder
 
@@ -17,7 +18,55 @@ _SCALE = 4
 _MASK = 1
 
 
-def layer_bytes(recipe: Recipe, c: Json, length: int, width: int, device: str) -> int:
+def activation_bytes(recipe: Recipe, c: Json, micro: int, width: int, device: str) -> int:
+    """Return the bytes of the activations of a rank that exist at the peak.
+
+    Args:
+        recipe: the recipe.
+        c: the model's full config.
+        micro: samples of a micro batch.
+        width: bytes of a value, 4 or 2.
+        device: cpu or cuda.
+    """
+    length = sample_tokens(recipe, c)
+    layers = int(c["num_hidden_layers"])
+    tokens = micro * length
+    a_layer = tokens * _layer_bytes(recipe, c, length, width, device)
+    logits = _logits(recipe, c, tokens, device)
+    if recipe.model.gradient_checkpointing or recipe.engine.memory_optimization:
+        # The inputs of all layers are kept. Beside them are either the logits or one recomputed
+        # layer, but on a CPU both count: the heap keeps the blocks of one during the other.
+        beside = a_layer + logits if device == "cpu" else max(a_layer, logits)
+        kept = int(c["hidden_size"]) * width
+        kept += _kept_beside_recomputation(recipe, c, length, width, device)
+        return layers * tokens * kept + beside
+    return layers * a_layer + logits
+
+
+def sample_tokens(recipe: Recipe, c: Json) -> int:
+    """Return the number of tokens of a sample; for images and audio the model's config has it."""
+    return recipe.data.sequence_length or int(c.get("positions", 0))
+
+
+def _logits(recipe: Recipe, c: Json, tokens: int, device: str) -> int:
+    """Return the bytes of the logits and of the loss's other tensors."""
+    if recipe.model.traits.label:
+        return 0
+    vocabulary = int(c["vocab_size"])
+    chunk = chunked(recipe, tokens, vocabulary, device)
+    # Four float32 tensors: the logits, their log-softmax, and the gradients of both. Measured on a
+    # CPU with BERT and Llama, in fp32 and bf16.
+    if not chunk:
+        return 16 * tokens * vocabulary
+    # The loss computes the gradient of the head during the forward pass and keeps it for the
+    # backward pass. A logit takes 4 bytes in fp32, and 10 in a 16-bit precision, where it exists in
+    # 16 bits, too.
+    gradient_of_head = 0 if recipe.model.lora else 4 * vocabulary * int(c["hidden_size"])
+    per_logit = 10 if recipe.format.is_narrow else 4
+    return per_logit * min(chunk, tokens) * vocabulary + gradient_of_head
+
+
+def _layer_bytes(recipe: Recipe, c: Json, length: int, width: int, device: str) -> int:
     """Return the bytes a token that one layer keeps.
 
     length: tokens of a sequence.
@@ -40,7 +89,9 @@ def layer_bytes(recipe: Recipe, c: Json, length: int, width: int, device: str) -
     return width * numbers + _mask(recipe, width, device) * dropped + scores
 
 
-def kept_beside_recomputation(recipe: Recipe, c: Json, length: int, width: int, device: str) -> int:
+def _kept_beside_recomputation(
+    recipe: Recipe, c: Json, length: int, width: int, device: str
+) -> int:
     """Return the bytes a token of a layer that stay although its activations are computed again.
 
     These are the tensors that torch's fused attention saves in a graph of ONNX Runtime, which

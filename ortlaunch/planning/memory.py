@@ -2,9 +2,9 @@
 
 The input is the recipe alone, with the config.json of a pretrained model if it is on this host.
 Weights, gradients and optimizer state are exact: tests/worker/engine/test_memory_use_ranks.py
-compares them with the live tensors of two ranks. Activations and overhead are estimates.
-BERT and decoders like Llama are counted here, further families in model_sizes.py. For other models
-the result is None; the worker measures them in the run.
+compares them with the live tensors of two ranks. Activations (activations.py) and overhead are
+estimates. BERT and decoders like Llama are counted here, further families in model_sizes.py. For
+other models the result is None; the worker measures them in the run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any
 from ortlaunch.json_types import Json
 from ortlaunch.launch_plan import Bytes, Memory
 from ortlaunch.model_tasks import MODEL_TASKS
-from ortlaunch.planning.activations import kept_beside_recomputation, layer_bytes
+from ortlaunch.planning.activations import activation_bytes, sample_tokens
+from ortlaunch.planning.loss_chunks import chunked
 from ortlaunch.planning.model_sizes import SHAPES, shape_of
 from ortlaunch.planning.startup import at_start, on_host, state_bytes
 from ortlaunch.recipe import Recipe
@@ -24,10 +25,6 @@ from ortlaunch.recipe.fields.models import Lora
 from ortlaunch.recipe.fields.pretrained import config_of
 from ortlaunch.recipe.rules.parity import compared_steps
 
-# By device: the number of logits in a chunk of the loss, and the least number of its rows. Fewer
-# rows would be slow, because each chunk reads and writes the whole gradient of the head. Measured
-# on a CPU.
-_CHUNKS = {"cpu": (5 * 2**20, 128), "cuda": (2**25, 1024)}
 # Overhead of a process on a CPU: its peak memory without the counted tensors, by engine. It is the
 # sum of a number of bytes and of three shares: of the model's bytes, of the activations that are
 # kept for the backward pass, and of all activations, recomputed ones included. Fitted to
@@ -62,32 +59,6 @@ _LIVE = 1_000_000_000
 def padded_vocabulary(size: int) -> int:
     """Return the vocabulary rounded up to a multiple of 8, which tensor cores need for full speed."""
     return (size + 7) // 8 * 8
-
-
-def chunk_rows(requested: int | str, rows: int, vocabulary: int, device: str) -> int:
-    """Return the rows of a chunk of the loss; 0: all logits are computed at once.
-
-    Args:
-        requested: the field `engine.chunked_loss`: auto, off or a number of rows.
-        rows: rows of all logits.
-        vocabulary: columns of the logits.
-        device: cpu or cuda.
-    """
-    if requested != "auto":
-        return 0 if requested == "off" else int(requested)
-    logits, least = _CHUNKS[device]
-    # Rounded down to a multiple of 32 rows.
-    chunk = max(least, logits // vocabulary // 32 * 32)
-    return chunk if chunk < rows else 0
-
-
-def chunked(recipe: Recipe, tokens: int, vocabulary: int, device: str) -> int:
-    """Return the rows of a chunk of the loss, or 0 if the recipe does not allow chunks.
-
-    The model may not allow them either; the worker detects that (model/chunked_head.py).
-    """
-    whole = not recipe.model.traits.predicts or (recipe.zero and recipe.zero.stage == 3)
-    return 0 if whole else chunk_rows(recipe.engine.chunked_loss, tokens, vocabulary, device)
 
 
 def full_config(recipe: Recipe) -> Json | None:
@@ -187,7 +158,7 @@ def estimate(recipe: Recipe, micro_samples: int, ranks: int, device: str = "cpu"
     parameters = sum(tensors)
     trainable = sum(trained)
     # Without DeepSpeed, 4 bytes in every precision: autocast keeps norms and softmax in float32.
-    activations = _activations(recipe, config, micro_samples, 4, device)
+    activations = activation_bytes(recipe, config, micro_samples, 4, device)
     not_recomputed = recipe.model_copy(
         update={
             "model": recipe.model.model_copy(update={"gradient_checkpointing": False}),
@@ -195,9 +166,9 @@ def estimate(recipe: Recipe, micro_samples: int, ranks: int, device: str = "cpu"
         }
     )
     width = _width(recipe) if recipe.zero else 4
-    all_activations = _activations(not_recomputed, config, micro_samples, width, device)
+    all_activations = activation_bytes(not_recomputed, config, micro_samples, width, device)
     stages: list[tuple[str, Bytes]] = [("DDP", _plain(recipe, parameters, trainable, activations))]
-    activations = _activations(recipe, config, micro_samples, _width(recipe), device)
+    activations = activation_bytes(recipe, config, micro_samples, _width(recipe), device)
     for stage in range(4):
         tensors_of_stage = _off_gpu(
             recipe,
@@ -230,7 +201,7 @@ def estimate(recipe: Recipe, micro_samples: int, ranks: int, device: str = "cpu"
     chosen = f"ZeRO {recipe.zero.stage}" if recipe.zero else "DDP"
     chunk = chunked(
         recipe,
-        micro_samples * _length(recipe, config),
+        micro_samples * sample_tokens(recipe, config),
         int(config["vocab_size"]),
         device,
     )
@@ -425,43 +396,3 @@ def _lora_tensors(lora: Lora, c: Json, task: str) -> list[int] | None:
     layers = [shapes[name] for name in names] * int(c["num_hidden_layers"])
     # Each adapter has two matrices, of r x input and output x r elements.
     return [lora.r * side for pair in (*layers, *heads_of_bert) for side in pair]
-
-
-def _activations(recipe: Recipe, c: Json, micro: int, width: int, device: str) -> int:
-    """Return the bytes of the activations of a rank that exist at the peak."""
-    length = _length(recipe, c)
-    layers = int(c["num_hidden_layers"])
-    tokens = micro * length
-    a_layer = tokens * layer_bytes(recipe, c, length, width, device)
-    logits = _logits(recipe, c, tokens, device)
-    if recipe.model.gradient_checkpointing or recipe.engine.memory_optimization:
-        # The inputs of all layers are kept. Beside them are either the logits or one recomputed
-        # layer, but on a CPU both count: the heap keeps the blocks of one during the other.
-        beside = a_layer + logits if device == "cpu" else max(a_layer, logits)
-        kept = int(c["hidden_size"]) * width
-        kept += kept_beside_recomputation(recipe, c, length, width, device)
-        return layers * tokens * kept + beside
-    return layers * a_layer + logits
-
-
-def _length(recipe: Recipe, c: Json) -> int:
-    """Return the number of tokens of a sample; for images and audio the model's config has it."""
-    return recipe.data.sequence_length or int(c.get("positions", 0))
-
-
-def _logits(recipe: Recipe, c: Json, tokens: int, device: str) -> int:
-    """Return the bytes of the logits and of the loss's other tensors."""
-    if recipe.model.traits.label:
-        return 0
-    vocabulary = int(c["vocab_size"])
-    chunk = chunked(recipe, tokens, vocabulary, device)
-    # Four float32 tensors: the logits, their log-softmax, and the gradients of both. Measured on a
-    # CPU with BERT and Llama, in fp32 and bf16.
-    if not chunk:
-        return 16 * tokens * vocabulary
-    # The loss computes the gradient of the head during the forward pass and keeps it for the
-    # backward pass. A logit takes 4 bytes in fp32, and 10 in a 16-bit precision, where it exists in
-    # 16 bits, too.
-    gradient_of_head = 0 if recipe.model.lora else 4 * vocabulary * int(c["hidden_size"])
-    per_logit = 10 if recipe.format.is_narrow else 4
-    return per_logit * min(chunk, tokens) * vocabulary + gradient_of_head

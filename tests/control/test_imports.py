@@ -27,8 +27,8 @@ GROUND = {"version", "cause", "errors", "json_types", "rank", "process", "machin
           "die_with_parent"}  # fmt: skip
 # Modules that the worker may import beside itself and ortmodule: the ground floor, and the modules
 # that both sides use.
-SHARED = {*GROUND, "cache", "file_errors", "user_modules", "launch_plan", "recipe", "run_folder", "planning.memory",
-          "planning.prediction",
+SHARED = {*GROUND, "cache", "file_errors", "user_modules", "launch_plan", "recipe", "run_folder",
+          "planning.loss_chunks", "planning.memory", "planning.prediction",
           "ortmodule.build.extensions"}  # fmt: skip
 CONTROL = {"output", "planning", "launch", "schedulers", "resolve", "bench", "doctor", "diagnose", "report",
            "other_tools", "run", "other_runs", "commands", "search"}  # fmt: skip
@@ -71,15 +71,16 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "run_folder.device_folder": (set(), set()),
     "planning": ({*GROUND, "recipe", "launch_plan", "planning"}, set()),
     "planning.memory": (
-        {"recipe", "json_types", "model_tasks", "launch_plan", "planning.activations", "planning.model_sizes",
-         "planning.startup"}, set()
+        {"recipe", "json_types", "model_tasks", "launch_plan", "planning.activations", "planning.loss_chunks",
+         "planning.model_sizes", "planning.startup"}, set()
     ),
     "planning.prediction": (
         {*GROUND, "cache", "recipe", "launch_plan", "run_folder"}, set()
     ),
     "planning.startup": ({"recipe", "launch_plan"}, set()),
     "planning.model_sizes": ({"json_types", "model_tasks"}, set()),
-    "planning.activations": ({"recipe", "json_types", "machine"}, set()),
+    "planning.activations": ({"recipe", "json_types", "machine", "planning.loss_chunks"}, set()),
+    "planning.loss_chunks": ({"recipe"}, set()),
     "launch": ({*GROUND, "launch_plan", "run_folder", "launch"}, set()),
     "schedulers": ({*GROUND, "launch_plan", "run_folder", "launch", "schedulers"}, {"yaml"}),  # manifests are YAML
     "resolve": ({*GROUND, "cache", "output", "user_modules", "recipe", "launch_plan", "planning", "launch",

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ortlaunch.planning.memory import chunk_rows
+from ortlaunch.planning.loss_chunks import chunk_rows
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.engine_report import ChunkedLoss
 from ortlaunch.worker.model.chunked_loss import IGNORED, chunked_loss

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ortlaunch.planning.memory import chunk_rows, estimate
+from ortlaunch.planning.loss_chunks import chunk_rows
+from ortlaunch.planning.memory import estimate
 from ortlaunch.recipe.rules.rules import broken
 from ortlaunch.run_folder.engine_report import ChunkedLoss
 from ortlaunch.worker.engine.comparison import compare
