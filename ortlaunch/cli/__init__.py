@@ -16,6 +16,7 @@ from ortlaunch.cli.cluster import doctor, ranks, selftest, submit
 from ortlaunch.cli.hints import Verb, Verbs
 from ortlaunch.cli.results import device, evaluate, export, generate
 from ortlaunch.cli.runs import diagnose, logs, report, status
+from ortlaunch.cli.runs.list import list_runs
 from ortlaunch.cli.setup import import_config, recipes, schema, setup, shipped
 from ortlaunch.cli.summaries import SUMMARIES
 from ortlaunch.cli.training import bench, data, parity, plan, sweep, train, validate
@@ -47,7 +48,7 @@ VERBS = (
     status.restart,
     status.cancel,
     logs.logs,
-    logs.list_runs,
+    list_runs,
     evaluate.evaluate,
     export.export,
     generate.generate,

@@ -1,6 +1,5 @@
-"""`ortlaunch logs` and `ortlaunch list`."""
+"""`ortlaunch logs`: the output of a run's ranks."""
 
-import json as texts  # the verb's option is called json
 import sys
 from typing import Annotated
 
@@ -28,30 +27,3 @@ def logs(
         sys.stdout.flush()
     if follow:
         raise typer.Exit(found.status().job.exit_status or 0)
-
-
-def list_runs(
-    name: Annotated[
-        str,
-        typer.Argument(help="A part of the folder's path, with * and ?.", show_default=False),
-    ] = "",
-    json: Annotated[
-        bool, typer.Option("--json", help="As JSON: `status --json` of each run.")
-    ] = False,
-    every: Annotated[bool, typer.Option("--all", help="All runs, not only the newest 20.")] = False,
-    state: Annotated[str | None, typer.Option("--state", help="Only this state.")] = None,
-    metric: Annotated[
-        str | None,
-        typer.Option("--metric", help="Only within a limit, as 'evaluation_loss<1.5'."),
-    ] = None,
-) -> None:
-    """List the runs that this user started or queued, the newest first: state, step, job, folder."""
-    from ortlaunch.api.runs import listed, statuses
-
-    # Each run costs the reading of several files, perhaps on a slow disk.
-    found = statuses(None if every else 20, name, state, metric)
-    if json:
-        # `to_json` returns text, and a list needs values.
-        typer.echo(texts.dumps([texts.loads(status.to_json()) for status in found], indent=2))
-        return
-    typer.echo(listed(found))
