@@ -1,6 +1,7 @@
 """The learning rate as a pure function of the step: a resumed run needs no state for it.
 
-Names and settings of the schedules are in recipe/fields/schedule.py.
+Names and settings of the schedules are in recipe/fields/schedule.py, and the table of the fields
+that each schedule uses is in recipe/rules/schedule_rules.py.
 """
 
 from __future__ import annotations
