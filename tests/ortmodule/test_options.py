@@ -197,14 +197,9 @@ def torch_matmul(witness: Witness, tmp_path: Path, capfd: Any) -> None:
 
 
 def matmul_precision(witness: Witness, tmp_path: Path, capfd: Any) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        # On Intel processors matmuls are torch's at any precision.
-        patch.setattr(machine, "hardware", lambda: {"processor": "another maker's"})
-        highest, medium = (
-            executed(witness, Wide(), matmul_precision=word) for word in ("highest", "medium")
-        )
+    # torch computes the matmuls of the graph, at its setting.
+    medium = executed(witness, Wide(), matmul_precision="medium")
     assert {"linear", "matmul", "tensordot"} & medium.aten.keys()
-    assert not {"linear", "matmul", "tensordot"} & highest.aten.keys()
     # Each of these settings keeps the matmuls ORT's on the CPU.
     for field in (
         {"torch_matmul": False},

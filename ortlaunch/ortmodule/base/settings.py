@@ -69,7 +69,7 @@ class Settings:
     postprocess: Callable[[Any], Any] | None = None
     """Changes each exported onnx.ModelProto before its gradients are built; a module's function."""
     torch_matmul: bool | None = None
-    """CPU: torch computes products by a matrix; None: on Intel's processors."""
+    """CPU: torch computes products by a matrix; None: yes, except with memory optimization."""
     tf32: bool = False
     """CUDA: TensorFloat32 in matmuls and convolutions."""
     log_level: Literal["verbose", "devinfo", "info", "warning", "error"] = "error"

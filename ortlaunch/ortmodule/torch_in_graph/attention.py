@@ -51,21 +51,36 @@ def written(g: GraphContext, given: Sequence[Any], inputs: Sequence[Any]) -> Any
     attention_operator.define_operators()
     _register_gradient()
     causal, scale = (setting.toIValue() for setting in given[5:7])
+    if given[3].node().mustBeNone():
+        mask = _none(g)
+        masked = integers(
+            g, attention_operator.LATER_KEYS if causal else attention_operator.NOTHING
+        )
+    else:
+        mask = _additive(g, inputs[3], inputs[0])
+        masked = _call(g, attention_operator.MASKED, [mask])
     # Where the model swapped the dimensions only for attention, the kernel swaps strides instead.
     swapped = [_before_swap(one) for one in inputs[:3]]
-    attended, _ = g.op(
-        "org.pytorch.aten::ATen",
+    arguments = (
         *(before or one for before, one in zip(swapped, inputs)),
-        _none(g) if given[3].node().mustBeNone() else _additive(g, inputs[3], inputs[0]),
-        g.op("Constant", value_t=torch.tensor(bool(causal))),
+        mask,
+        masked,
         _none(g) if scale is None else g.op("Constant", value_t=torch.tensor(float(scale))),
         integers(g, sum(1 << place for place, before in enumerate(swapped) if before)),
-        operator_s=attention_operator.FORWARD,
-        overload_name_s="",
-        outputs=2,
     )
+    attended, _ = _call(g, attention_operator.FORWARD, arguments, 2)
     attended.setType(inputs[0].type().with_sizes([None] * 4))
     return g.op("Transpose", attended, perm_i=_SWAPPED)
+
+
+def _call(g: GraphContext, operator: str, inputs: Sequence[Any], outputs: int = 1) -> Any:
+    return g.op(
+        "org.pytorch.aten::ATen",
+        *inputs,
+        operator_s=operator,
+        overload_name_s="",
+        outputs=outputs,
+    )
 
 
 def _before_swap(value: torch.Value) -> torch.Value | None:
@@ -145,14 +160,27 @@ def _register_gradient() -> None:
 
 
 # Any: a Rewriting of torch_kernels.py, which imports this module.
-def complete_gradients(rewriting: Any, node: onnx.NodeProto) -> bool:
-    """Name the gradients of frozen inputs, which ORT leaves out but torch's operator returns."""
-    if any(one.s == attention_operator.BACKWARD.encode() for one in node.attribute):
+def complete_calls(rewriting: Any, node: onnx.NodeProto) -> bool:
+    """Complete the calls of the operators in a training graph; return whether one is left out.
+
+    The gradients of frozen inputs, which ORT leaves out but torch's operator returns, get names.
+    Layers with one mask examine it once.
+    """
+    if _calls(node, attention_operator.MASKED):
+        users = rewriting.users[node.input[0]]
+        first = next(user for user in users if _calls(user, attention_operator.MASKED))
+        for user in rewriting.users[node.output[0]] if first is not node else ():
+            user.input[list(user.input).index(node.output[0])] = first.output[0]
+        return first is not node
+    if _calls(node, attention_operator.BACKWARD):
         names = [*node.output, "", ""][:3]
         node.output[:] = [name or f"{node.name}_{place}" for place, name in enumerate(names)]
         rewriting.made.update(node.output)
-    # The node stays.
     return False
+
+
+def _calls(node: onnx.NodeProto, operator: str) -> bool:
+    return any(one.s == operator.encode() for one in node.attribute)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,8 +18,14 @@ from ortlaunch.ortmodule.base import torch_calls
 
 FORWARD = "ortlaunch::attention"
 BACKWARD = "ortlaunch::attention_backward"
+# Returns what a mask excludes, as one of the numbers below.
+MASKED = "ortlaunch::masked"
+NOTHING, LATER_KEYS, SOME = range(3)
+# Rows of a mask that are compared at a time.
+_BLOCK = 128
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ARGUMENTS = (
-    "Tensor query, Tensor key, Tensor value, Tensor? mask, bool causal, float? scale, int swapped"
+    "Tensor query, Tensor key, Tensor value, Tensor? mask, int masked, float? scale, int swapped"
 )
 _RESULTS = "Tensor attended, Tensor sums"
 # The name of the calls in torch_calls.
@@ -37,9 +44,49 @@ def define_operators() -> torch.library.Library:
     library.define(
         f"attention_backward(Tensor gradient, {_ARGUMENTS}, {_RESULTS}) -> (Tensor, Tensor, Tensor)"
     )
+    library.define("masked(Tensor mask) -> Tensor")
+    library.impl("masked", lambda mask: torch.tensor(_masked(mask)), "CPU")
     library.impl("attention", _attention, "CPU")
     library.impl("attention_backward", _attention_backward, "CPU")
     return library
+
+
+def _masked(mask: Tensor) -> int:
+    """Return what a mask excludes: NOTHING, LATER_KEYS (those after the query) or SOME.
+
+    Without a mask the kernel computes faster, and only half of the scores if later keys are
+    excluded.
+
+    Args:
+        mask: numbers to add to the scores, of shape (..., queries, keys).
+    """
+    if not mask.numel() or not mask.is_floating_point():
+        return SOME
+    # NumPy compares the bits on this thread: torch's threads would each wait for many small parts.
+    mask = torch.atleast_2d(mask)
+    queries, keys = mask.shape[-2:]
+    bits = mask.view(_INTEGERS[mask.itemsize]).numpy().reshape(-1, queries, keys)
+    if _all_are(bits, 0):
+        return NOTHING
+    excluded = bits[0, 0, -1]
+    # A number as low as the limit leaves nothing of a score's exponential.
+    low = mask[..., 0, -1].flatten()[0] <= torch.finfo(mask.dtype).min / 2
+    if queries != keys or not low or not _all_are(bits[:, -1], 0):
+        return SOME
+    for start in range(0, queries, _BLOCK):
+        end = min(start + _BLOCK, queries)
+        block = np.where(np.tri(end - start, dtype=bool), 0, excluded)
+        if not (
+            _all_are(bits[:, start:end, :start], 0)
+            and (bits[:, start:end, start:end] == block).all()
+            and _all_are(bits[:, start:end, end:], excluded)
+        ):
+            return SOME
+    return LATER_KEYS
+
+
+def _all_are(numbers: Any, number: int) -> bool:
+    return bool(numbers.min(initial=number) == number == numbers.max(initial=number))
 
 
 def _attention(*given: Any) -> tuple[Tensor, Tensor]:
@@ -72,7 +119,7 @@ def _attention_backward(gradient: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 
 
 def _for_kernel(
-    tensors: Sequence[Tensor], mask: Tensor | None, causal: bool, scale: float | None, swapped: int
+    tensors: Sequence[Tensor], mask: Tensor | None, masked: int, scale: float | None, swapped: int
 ) -> tuple[list[Tensor], dict[str, Any]]:
     """Return the inputs of shape (batch, heads, length, size), and the settings with the mask.
 
@@ -81,7 +128,7 @@ def _for_kernel(
     Args:
         tensors: query, key and value, of shape (batch, heads, length, size), or as `swapped` states.
         mask: numbers to add to the scores.
-        causal: whether a query attends to no later key.
+        masked: what the mask excludes. Without a mask it is not SOME.
         scale: the factor of the scores; None: 1 / sqrt(size).
         swapped: bits 0, 1 and 2: whether query, key and value have shape (batch, length, heads,
             size). Models make them in this order, and change it only where they need the other.
@@ -92,11 +139,14 @@ def _for_kernel(
     # The batch size of the tensors that are not shared by all samples.
     batch = next((one.shape[0] for one in given if one.shape[0] != 1), 1)
     inputs = [_shared(one, batch, given[0].shape[1]) for one in given]
+    if masked != SOME:
+        mask = None
     if mask is not None:
         # A boolean mask whose type the export did not know: ORT passes bool as uint8.
         if not mask.is_floating_point():
             mask = given[0].new_zeros(mask.shape).masked_fill_(mask == 0, -torch.inf)
         mask = mask.to(given[0].dtype).expand(*inputs[0].shape[:3], inputs[1].shape[2])
+    causal = masked == LATER_KEYS
     return inputs, {"dropout_p": 0.0, "is_causal": causal, "attn_mask": mask, "scale": scale}
 
 

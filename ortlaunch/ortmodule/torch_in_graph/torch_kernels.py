@@ -2,8 +2,8 @@
 
 ORT computes these mostly on one thread: cross entropy, dropout, GELU, SiLU, LayerNorm, and the
 gradients of GELU, SiLU, LayerNorm, RMSNorm and of large biases. Large matmuls, with the addition of
-their bias, are included if requested, by default on Intel, where MKL is faster. Sigmoid is included
-because ORT returns 0 from -18 downwards, so that its logarithm is infinite.
+their bias, are included unless `torch_matmul` is false. Sigmoid is included because ORT returns 0
+from -18 downwards, so that its logarithm is infinite.
 
 ORT's nodes are replaced by torch's operators (ATen nodes) with the same inputs and outputs. A node
 in an unexpected form stays ORT's.
@@ -14,23 +14,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ortlaunch import machine
 from ortlaunch.ortmodule.base.counters import tally
 from ortlaunch.ortmodule.base.graph import replace_nodes
 from ortlaunch.ortmodule.base.patching import wrap_method
 from ortlaunch.ortmodule.base.settings import Settings, settings_of
 from ortlaunch.ortmodule.base.source_guard import TRAINING, owner
-from ortlaunch.ortmodule.torch_in_graph import attention, dropout, norms
+from ortlaunch.ortmodule.torch_in_graph import attention, dropout, gelu, norms
 
 if TYPE_CHECKING:
     import onnx
 
     from ortlaunch.ortmodule.base.ort_types import AnyFunction, Manager
 
-WIDTH = 256
+WIDTH = 64
 """The least size of one matrix, in both dimensions, for torch to compute the model's matmuls.
 
-A call of torch costs some microseconds. In narrower models the faster kernel saves less.
+A call of torch costs some microseconds, which narrower models do not save.
 """
 # It replaces a node, and returns whether it did.
 _Kernel = Callable[["Rewriting", "onnx.NodeProto"], bool]
@@ -50,16 +49,14 @@ def call_torch_kernels() -> None:
 
 
 def torch_products(settings: Settings) -> bool:
-    """Return whether torch computes matmuls: as requested, else on Intel processors only.
+    """Return whether torch computes matmuls: unless they are refused, or recomputed.
 
-    With memory optimization the result is False, because ORT's recomputation knows only its own
-    matmuls.
+    Even where ORT's matmul alone is as fast, a graph that mixes both is slower, because the threads
+    of each library still wait for work, on the same cores, while the other computes. With memory
+    optimization the result is False, because ORT's recomputation knows only its own matmuls.
     """
-    if settings.memory_optimization or settings.memory_optimization_config:
-        return False
-    if settings.torch_matmul is not None:
-        return settings.torch_matmul
-    return "Intel" in machine.hardware()["processor"]
+    recomputes = settings.memory_optimization or settings.memory_optimization_config
+    return settings.torch_matmul is not False and not recomputes
 
 
 def _building(original: AnyFunction, manager: Manager, *args: object) -> None:
@@ -93,6 +90,7 @@ def replace(graph: onnx.GraphProto, products: bool, recomputes: bool = False) ->
     recomputable: dict[str, _Kernel] = {
         "Gelu": lambda graph, node: _function(graph, node, "gelu", ""),
         "QuickGelu": _silu,
+        "FastGelu": _fast_gelu,
         "LayerNormalization": _norm,
         "Dropout": _dropout,
         "DropoutGrad": _dropout_gradient,
@@ -103,9 +101,10 @@ def replace(graph: onnx.GraphProto, products: bool, recomputes: bool = False) ->
         "QuickGeluGrad": _silu,
         "Sigmoid": lambda graph, node: _function(graph, node, "sigmoid"),
         "GeluGrad": _gelu_gradient,
+        "FastGeluGrad": _fast_gelu,
         "LayerNormalizationGrad": _norm_gradient,
         "SimplifiedLayerNormalizationGrad": _rms_norm_gradient,
-        "ATen": attention.complete_gradients,
+        "ATen": attention.complete_calls,
         **({} if recomputes else recomputable),
         **({"ReduceSum": _sum_of_gradients} if wide else {}),
         **(
@@ -346,6 +345,15 @@ def _gelu_gradient(graph: Rewriting, node: onnx.NodeProto) -> bool:
     return True
 
 
+def _fast_gelu(graph: Rewriting, node: onnx.NodeProto) -> bool:
+    """Replace a GELU by its tanh form, or its gradient, without the bias that ORT can add."""
+    gradient = node.op_type == "FastGeluGrad"
+    if len(node.input) != 1 + gradient:
+        return False
+    gelu.define_operators()
+    return _function(graph, node, gelu.BACKWARD if gradient else gelu.FORWARD)
+
+
 def _silu(graph: Rewriting, node: onnx.NodeProto) -> bool:
     """Replace x * sigmoid(alpha * x) or its gradient, where alpha is 1."""
     operator = "silu" if node.op_type == "QuickGelu" else "silu_backward"
@@ -413,9 +421,11 @@ def _product(graph: Rewriting, node: onnx.NodeProto) -> bool:
     """Replace a matmul op(a) op(b), where op may transpose.
 
     b must be a matrix. If a is transposed, a must be a matrix too. If a is transposed, and the only
-    user of the result is a Transpose, the call includes that Transpose.
+    user of the result is a Transpose, the call includes that Transpose. A Gemm may add a bias of
+    one dimension, unless a is transposed.
     """
     a, b = node.input[:2]
+    bias = _input(node, 2)
     settings = _attributes(node)
     ranks = (2, 2) if node.op_type == "Gemm" else (graph.rank(a), graph.rank(b))
     plain = (
@@ -423,12 +433,20 @@ def _product(graph: Rewriting, node: onnx.NodeProto) -> bool:
         and not settings.get("transBatchA")
         and not settings.get("transBatchB")
     )
-    if ranks[1] != 2 or _input(node, 2) or not plain or (settings.get("transA") and ranks[0] != 2):
+    if ranks[1] != 2 or not plain or (settings.get("transA") and ranks[0] != 2):
         return False
     b, over_b = _untransposed(graph, b, settings.get("transB", 0))
     a, over_a = _untransposed(graph, a, settings.get("transA", 0)) if ranks[0] == 2 else (a, False)
+    if bias and (over_a or settings.get("beta", 1.0) != 1.0 or graph.rank(bias) != 1):
+        return False
     if not over_a:
-        graph.call("linear" if over_b else "matmul", [a, b, ""] if over_b else [a, b], node.output)
+        if over_b:
+            graph.call("linear", [a, b, bias], node.output)
+        elif bias:
+            # As transformers' Conv1D writes it.
+            graph.call("addmm", [bias, a, b, "", ""], node.output)
+        else:
+            graph.call("matmul", [a, b], node.output)
         return True
     # tensordot contracts over either dimension of a matrix, so no matrix is copied for a transpose.
     users = graph.users.get(node.output[0], [])

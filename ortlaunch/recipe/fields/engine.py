@@ -168,7 +168,7 @@ class Engine(Section):
     bfloat16). With ort the matmuls are then torch's (torch_matmul). Gain: on AMD's processors with
     AVX-512 up to twice as fast (Zen 5, two cores: 222 GFLOP/s by MKL, 428 by oneDNN). Cost: each
     small matmul takes some ten microseconds more. null: on for such processors, for a model with a
-    weight of 256 x 256 or more. The order of sums differs, and so do the last bits."""
+    weight of 96 x 96 or more. The order of sums differs, and so do the last bits."""
     chunked_loss: RowsOrWord = "auto"
     """Every engine, causal-lm, masked-lm and pretraining: compute head and loss for this many rows
     (tokens) at a time: logits, loss and gradients together, so that the logits of all rows (rows x
@@ -179,12 +179,12 @@ class Engine(Section):
     a plain linear head (caps on logits, adapters on the head): engine.json records that. Parity is
     always compared with whole logits."""
     torch_matmul: bool | None = None
-    """ort, CPU: matmuls with a weight are torch's (MKL or OpenBLAS), called from inside the graph
-    of a model with a weight of 256 x 256 or more. Gain: on Intel's processors a tenth of a step;
-    not measured on others. Not with memory optimization, which recomputes ONNX Runtime's own
-    matmuls (nor with gradient checkpointing, which becomes memory optimization), nor with
-    memory_efficient_grad_management. null: on for Intel's processors, with `matmul_precision:
-    medium`, and with `onednn`."""
+    """ort, CPU: matmuls with a weight are torch's (MKL, oneDNN or OpenBLAS), called from inside the
+    graph of a model with a weight of 64 x 64 or more. Gain: a tenth of a step on Intel's processors
+    and 7 to 38 % on AMD's, because ONNX Runtime's threads and torch's compete for the cores. Not
+    with memory optimization, which recomputes ONNX Runtime's own matmuls (nor with gradient
+    checkpointing, which becomes memory optimization), nor with memory_efficient_grad_management.
+    null: on, except with these three."""
 
     def lines(self) -> list[str]:
         """Return a line on the settings other than the defaults; none without such."""

@@ -34,13 +34,8 @@ def settings_of(engine: Engine, **others: object) -> Settings:
         others: settings that are not in the recipe.
     """
     lower = engine.matmul_precision != "highest"
-    # Matmuls in bfloat16 or by oneDNN exist in torch only, not in ONNX Runtime.
-    torch_only = engine.matmul_precision == "medium" or engine.onednn or None
-    torch_matmul = torch_only if engine.torch_matmul is None else engine.torch_matmul
     same = {name: getattr(engine, name) for name in _SAME}
-    return Settings(
-        **{**same, "tf32": lower, "torch_matmul": torch_matmul, "allow_fallback": False, **others}
-    )
+    return Settings(**{**same, "tf32": lower, "allow_fallback": False, **others})
 
 
 def prepare(engine: Engine, environ: Mapping[str, str] = os.environ) -> None:

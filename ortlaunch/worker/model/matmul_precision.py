@@ -30,7 +30,7 @@ _FORMATS = {7: "bfloat16", 10: "tensorfloat32", 23: "float32"}
 _SIZE = 256
 # Models whose matrices are all smaller stay with MKL: a call of oneDNN costs about ten microseconds
 # more.
-_WIDE = 256
+_WIDE = 96
 _PRODUCTS = (
     torch.matmul,
     torch.Tensor.matmul,

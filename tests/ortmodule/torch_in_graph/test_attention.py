@@ -88,6 +88,8 @@ MASKS: dict[str, Mask] = {
     "padding": lambda lengths: {"attn_mask": padding(lengths)},
     "sliding window": lambda lengths: {"attn_mask": window(lengths)},
     "packed documents": lambda lengths: {"attn_mask": documents(lengths)},
+    "all keys": lambda lengths: {"attn_mask": padding(lengths * 0 + LENGTH)},
+    "earlier keys": lambda lengths: {"attn_mask": documents(lengths * 0)},
     "numbers": lambda lengths: {"attn_mask": added(lengths)},
 }
 # Three batch sizes with lengths of their own, for one graph.
@@ -124,6 +126,27 @@ def test_masks(kind: str) -> None:
     assert compare(Attention(MASKS[kind])) == len(BATCHES)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("length", [3, 5, 128, 300])
+def test_a_mask_that_the_kernel_does_not_need(length: int, dtype: torch.dtype) -> None:
+    """Only a mask that excludes nothing, or exactly all later keys, is recognized as such."""
+    attention_operator.define_operators()
+    masked = torch.ops.ortlaunch.masked
+    nothing = torch.zeros(2, 1, length, length, dtype=dtype)
+    assert masked(nothing) == masked(nothing[:, :, :1]) == attention_operator.NOTHING
+    later = torch.ones(length, length, dtype=torch.bool).triu(1)
+    for low in (-torch.inf, torch.finfo(dtype).min):
+        causal = nothing.masked_fill(later, low)
+        assert masked(causal) == attention_operator.LATER_KEYS
+        # One element of one sample differs: below the diagonal, on it, above it.
+        for row, key, value in ((-1, 0, low), (-1, -1, low), (0, -1, 0.0), (length // 2, 0, -1.0)):
+            other = causal.clone()
+            other[-1, 0, row, key] = value
+            assert masked(other) == attention_operator.SOME
+    assert masked(causal[..., :-1]) == masked(causal / 4 * 0.9) == attention_operator.SOME
+    assert masked(nothing * torch.nan) == masked(later) == attention_operator.SOME
+
+
 def test_a_mask_of_unknown_type() -> None:
     """ORT passes a boolean mask as uint8; keys of one sample may serve all, with their gradients."""
     attention_operator.define_operators()
@@ -133,7 +156,7 @@ def test_a_mask_of_unknown_type() -> None:
     mask = torch.rand(3, 1, 5, 5) < 0.7
     mask |= torch.eye(5, dtype=torch.bool)
     # 7: each of them has shape (batch, length, heads, size).
-    given = (query, key, value, mask.to(torch.uint8), False, None, 7)
+    given = (query, key, value, mask.to(torch.uint8), attention_operator.SOME, None, 7)
     attended, sums = torch.ops.ortlaunch.attention(*given)
     exact = [one.clone().requires_grad_() for one in (query, key, value)]
     swapped = [one.transpose(1, 2).expand(3, -1, -1, -1) for one in exact]
@@ -151,7 +174,7 @@ def test_inputs_that_are_not_contiguous() -> None:
     attention_operator.define_operators()
     torch.manual_seed(0)
     query, key, value = (torch.randn(2, 4, 8, 5).transpose(2, 3) for _ in range(3))
-    given = (query, key, value, None, False, None, 0)
+    given = (query, key, value, None, attention_operator.NOTHING, None, 0)
     attended, sums = torch.ops.ortlaunch.attention(*given)
     exact = [one.contiguous().requires_grad_() for one in (query, key, value)]
     wanted = functional.scaled_dot_product_attention(*exact)
@@ -217,8 +240,9 @@ def test_no_second_forward_pass() -> None:
         one.s.decode() for node in nodes for one in node.attribute if one.name == "operator"
     ]
     assert [name for name in operators if name.startswith("ortlaunch")] == [
-        "ortlaunch::attention",
-        "ortlaunch::attention_backward",
+        attention_operator.MASKED,
+        attention_operator.FORWARD,
+        attention_operator.BACKWARD,
     ]
     assert not {"PythonOp", "Softmax"} & {node.op_type for node in nodes}
 

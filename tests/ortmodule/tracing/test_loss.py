@@ -6,16 +6,16 @@ Loss and gradients equal eager's.
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from ortlaunch import machine
 from ortlaunch.ortmodule import Settings
 from ortlaunch.ortmodule.base.counters import tally
-from ortlaunch.ortmodule.torch_in_graph import norms, torch_kernels
+from ortlaunch.ortmodule.torch_in_graph import gelu, norms, torch_kernels
 from ortlaunch.ortmodule.tracing import cross_entropy
 from ortlaunch.ortmodule.witness import Witness
 from tests.ort import needs_ort
@@ -312,6 +312,25 @@ def test_torchs_kernels_compute_gated_layers(witness: Witness) -> None:
         assert not graph.backward["SimplifiedLayerNormalizationGrad"]
 
 
+class Tanh(Scores):
+    """GELU as transformers' gelu_new writes it for GPT-2 and ALBERT."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.dense(x)
+        cubic = x + 0.044715 * torch.pow(x, 3.0)
+        x = 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * cubic))
+        return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
+
+
+def test_torchs_kernels_compute_the_tanh_form_of_gelu(witness: Witness) -> None:
+    """ORT fuses the tanh form of GELU to FastGelu; torch computes it in both passes."""
+    eager = Tanh()
+    check(wrapped(copy.deepcopy(eager)), eager, *batch(1.0))
+    graph = witness.graphs[-1]
+    assert graph.aten[gelu.FORWARD] == graph.aten[gelu.BACKWARD] == 1
+    assert not {"FastGelu", "FastGeluGrad"} & {*graph.forward, *graph.backward}
+
+
 class Products(nn.Module):
     """Layers with and without bias, a tied weight, batched matmuls, and a transposed matmul."""
 
@@ -330,6 +349,35 @@ class Products(nn.Module):
         crossed = (self.free @ self.free.t() @ self.plain.weight.t()) @ attended[0].t()
         scores = (attended @ self.free) @ self.words.weight.t() + crossed.mean() + factored.mean()
         return nn.functional.cross_entropy(scores.view(-1, CLASSES), labels.view(-1))
+
+
+class Added(nn.Module):
+    """Matrices of two dimensions with a bias: a linear layer, and transformers' Conv1D."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.dense = nn.Linear(8, 8)
+        self.weight = nn.Parameter(torch.randn(8, CLASSES))
+        self.bias = nn.Parameter(torch.randn(CLASSES))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        scores = torch.addmm(self.bias, self.dense(x.flatten(0, 1)), self.weight)
+        return nn.functional.cross_entropy(scores, labels.flatten())
+
+
+def test_torchs_matrix_products_add_a_bias(
+    witness: Witness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Gemm with a bias is one call of torch."""
+    monkeypatch.setattr(torch_kernels, "WIDTH", 4)
+    eager = Added()
+    module = wrapped(copy.deepcopy(eager))
+    check(module, eager, *batch(1.0))
+    check(module, eager, *(part[:3] for part in batch(1.0)))
+    graph = witness.graphs[-1]
+    assert graph.aten["addmm"] == 1 <= graph.aten["linear"]
+    assert not {"Gemm", "MatMul", "FusedMatMul", "Add"} & {*graph.forward, *graph.backward}
 
 
 @pytest.mark.parametrize("kind", [Products, Scores])
@@ -370,16 +418,11 @@ def test_a_models_own_checkpoints_keep_its_products_and_say_so(witness: Witness)
     assert any("torch_matmul is off" in note for note in tally.notes)
 
 
-@pytest.mark.parametrize(
-    ("processor", "wanted"), [("Intel(R) Xeon(R) Processor", True), ("AMD EPYC 9R14", False)]
-)
-def test_products_are_torchs_on_intels_processors(
-    processor: str, wanted: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without a setting, matmuls are torch's on Intel processors only."""
-    monkeypatch.setattr(machine, "_processor", lambda: processor)
-    assert torch_kernels.torch_products(Settings()) is wanted
-    assert torch_kernels.torch_products(Settings(torch_matmul=not wanted)) is not wanted
+def test_products_are_torchs_unless_refused_or_recomputed() -> None:
+    """Without a setting, matmuls are torch's; not so with memory optimization."""
+    assert torch_kernels.torch_products(Settings())
+    assert not torch_kernels.torch_products(Settings(torch_matmul=False))
+    assert not torch_kernels.torch_products(Settings(memory_optimization=1))
 
 
 def test_a_label_that_is_no_class_is_an_error(witness: Witness) -> None:
