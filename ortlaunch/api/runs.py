@@ -12,7 +12,7 @@ from ortlaunch.api.inputs import assignments_of
 from ortlaunch.api.waiting import wait
 from ortlaunch.json_types import Json
 from ortlaunch.launch.record import now
-from ortlaunch.other_runs import listing, logs, requests, status
+from ortlaunch.other_runs import listing, logs, requests, runs_table, status
 from ortlaunch.other_runs.registry import resolve_name
 from ortlaunch.other_runs.requests import StopResult
 from ortlaunch.other_runs.status import Status
@@ -271,7 +271,7 @@ statuses = listing.newest_statuses
 
 def listed(found: Sequence[Status]) -> str:
     """Return a table of runs for a person."""
-    return "\n".join([listing.HEAD, *map(listing.line, found)]) if found else "no runs"
+    return "\n".join([runs_table.HEAD, *map(runs_table.line, found)]) if found else "no runs"
 
 
 def write_report(paths: Sequence[Path], to: Path | None, sweep: Picture | None = None) -> Path:

@@ -1,4 +1,4 @@
-"""The status of all runs of this user."""
+"""The status of all runs of this user; runs_table.py shows them."""
 
 from __future__ import annotations
 
@@ -71,20 +71,3 @@ def _limit(metric: str) -> Callable[[Status], bool]:
         return value is not None and compare(value, limit)
 
     return keeps
-
-
-HEAD = f"{'state':<10} {'step':>12}  {'job':<16} {'started':<19}  folder"
-
-
-def line(status: Status) -> str:
-    """Return the row of a run in the list, for a person."""
-    step = (
-        "-" if status.step is None else f"{status.step}{f'/{status.steps}' if status.steps else ''}"
-    )
-    # The process is on another host, so the recorded state may be out of date.
-    sure = "" if status.certain else "?"
-    job = f"{status.job.backend} {status.job.id}"
-    return (
-        f"{status.state.value + sure:<10} {step:>12}  {job:<16} {status.job.started[:19]}  "
-        f"{status.run}"
-    )

@@ -1,4 +1,4 @@
-"""`ortlaunch list`: the runs of this user."""
+"""`ortlaunch list`: the runs of this user. The columns are in other_runs/runs_table.py."""
 
 import json as texts  # the verb's option is called json
 from typing import Annotated

@@ -16,7 +16,7 @@ from ortlaunch.commands.submit import request_of, submit
 from ortlaunch.errors import InputError, LaunchError, MissingDependency, PlanError, RecipeError
 from ortlaunch.launch import JobState
 from ortlaunch.launch.record import JobRecord
-from ortlaunch.other_runs import ended, listing, queued, registry
+from ortlaunch.other_runs import ended, listing, queued, registry, runs_table
 from ortlaunch.other_runs.cancel import cancel
 from ortlaunch.other_runs.logs import output
 from ortlaunch.other_runs.requests import stop
@@ -193,7 +193,7 @@ def test_a_run_in_a_queue(queue: Queue) -> None:
     run = put(queue)
     assert str(read_status(run)).splitlines()[1:] == ["queued: PENDING (Priority)"]
     assert "job 12 of slurm" in str(read_status(run))
-    assert [listing.line(status).split()[0] for status in listing.newest_statuses(None)] == [
+    assert [runs_table.line(status).split()[0] for status in listing.newest_statuses(None)] == [
         "pending"
     ]
     with pytest.raises(PlanError, match="its run has not ended, or is queued"):
