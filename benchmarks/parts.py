@@ -730,6 +730,67 @@ def torch_in_graph(name: str, way: str) -> Step:
     return lambda: module(batch).backward()
 
 
+# Model type, tokens of a sample, batch, and the fields of the config that differ from `attending`.
+ATTENTION: dict[str, tuple[str, int, int, dict[str, Any]]] = {
+    "llama_128": ("llama", 128, 8, {}),
+    "llama_512": ("llama", 512, 2, {}),
+    "llama_2048": ("llama", 2048, 1, {}),
+    "padding_512": ("bert", 512, 2, {}),
+    "grouped_2048": ("llama", 2048, 1, {"num_key_value_heads": 2}),
+    "window_2048": ("mistral", 2048, 1, {"num_key_value_heads": 8, "sliding_window": 512}),
+    "packed_2048": ("llama", 2048, 1, {}),
+    "dropout_2048": ("llama", 2048, 1, {"attention_dropout": 0.1}),
+}
+
+
+def attending(name: str, engine: str) -> Step:
+    """A training step of a model of 4 layers of width 512, with the launcher's settings."""
+    import torch
+    import transformers
+
+    from ortlaunch import machine
+    from ortlaunch.ortmodule import ORTModule, Settings, options
+    from ortlaunch.worker.engine.allocator import keep_freed_memory
+
+    keep_freed_memory(os.environ)
+    if machine.onednn_is_faster():
+        # torch calls oneDNN at this setting.
+        torch.set_float32_matmul_precision("medium")
+    kind, length, batch, changes = ATTENTION[name]
+    if engine == "ort":
+        options.prepare(Settings())
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 8000, "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,
+        "intermediate_size": 1376, "max_position_embeddings": length,
+    }  # fmt: skip
+    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    ids = torch.randint(8000, (batch, length))
+    given: dict[str, Any] = {"input_ids": ids, "labels": ids}
+    if kind == "bert":
+        config = transformers.AutoConfig.for_model(kind, **sizes, **no_dropout)
+        module = transformers.AutoModelForSequenceClassification.from_config(config)
+        # Three of ten tokens of each sample are padding.
+        mask = torch.arange(length).lt(0.7 * length).long().expand(batch, -1)
+        given = {"input_ids": ids, "attention_mask": mask, "labels": torch.zeros(batch).long()}
+    else:
+        config = transformers.AutoConfig.for_model(kind, **sizes, use_cache=False, **changes)
+        module = transformers.AutoModelForCausalLM.from_config(config)
+    if name.startswith("packed"):
+        given["position_ids"] = torch.arange(length).remainder(300).expand(batch, -1)
+    module.train()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
+    trained: Any = ORTModule(module, Settings()) if engine == "ort" else module
+
+    def step() -> None:
+        trained(**given)[0].backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
 # ------------------------------------------------------------ whole commands
 
 
@@ -1014,6 +1075,10 @@ PARTS: dict[str, Part] = {
         {base: of(torch_in_graph, name, base), "ort, auto": of(torch_in_graph, name, "auto")}, steps=5)
        for name, base in (("bert", "off"), ("llama", "off"), ("convolutions", "eager"), ("LSTM", "eager"),
                           ("GRU", "eager"))},
+    **{f"attention_{name}": Part(
+        f"a training step of {batch} x {length:,} tokens of a {kind} of width 512 on torch's fused attention",
+        {engine: of(attending, name, engine) for engine in ("eager", "ort")}, steps=4)
+       for name, (kind, length, batch, _) in ATTENTION.items()},
     **{f"recompute_{unit}": Part(
         f"gradient checkpointing: {shown}",
         {f"{engine}{', recomputed' if again else ''}": of(recomputed, engine, again, unit)
@@ -1072,15 +1137,16 @@ def measure(name: str, rounds: int | None) -> str:
     base = times[next(iter(sides))].median
     lines = [
         f"{name}: {part.compares}",
-        f"| | {part.unit}, median (least - most) | x |",
-        "|---|---|---|",
+        f"| | {part.unit}, median (least - most) | x | MiB of the process, at most |",
+        "|---|---|---|---|",
     ]
     for side, found in times.items():
         least = min(found.turns)
         most = max(found.turns)
         # The base may be 0, such as of memory that an act adds.
         ratio = f"{found.median / base:.2f}" if base else ""
-        lines.append(f"| {side} | {found.median:.4g} ({least:.4g} - {most:.4g}) | {ratio} |")
+        cell = f"{found.median:.4g} ({least:.4g} - {most:.4g})"
+        lines.append(f"| {side} | {cell} | {ratio} | {found.memory / 2**20:,.0f} |")
     return "\n".join(lines)
 
 
