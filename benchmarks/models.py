@@ -461,6 +461,7 @@ def main() -> int:
     records = {name: records[name] for name in CASES if name in records}
     if not records:
         raise SystemExit(f"{path}: no results yet")
+    _save(path, records)
     (options.out / "families.md").write_text(page(records))
     (options.out / "families.svg").write_text(chart(records))
     print(page(records), flush=True)

@@ -1,9 +1,9 @@
 """Calls of torch's CPU kernels from a training graph, for operators at which ORT is slow or wrong.
 
-ORT computes these mostly on one thread: cross entropy, dropout, GELU, SiLU, LayerNorm, and the
-gradients of GELU, SiLU, LayerNorm, RMSNorm and of large biases. Large matmuls, with the addition of
-their bias, are included unless `torch_matmul` is false. Sigmoid is included because ORT returns 0
-from -18 downwards, so that its logarithm is infinite.
+ORT computes these slower, mostly on one thread: cross entropy, dropout, GELU, SiLU, LayerNorm,
+convolutions, and the gradients of GELU, SiLU, LayerNorm, RMSNorm, gather and of large biases. Large
+matmuls, with the addition of their bias, are included unless `torch_matmul` is false. Sigmoid is
+included because ORT returns 0 from -18 downwards, so that its logarithm is infinite.
 
 ORT's nodes are replaced by torch's operators (ATen nodes) with the same inputs and outputs. A node
 in an unexpected form stays ORT's.
@@ -19,7 +19,7 @@ from ortlaunch.ortmodule.base.graph import replace_nodes
 from ortlaunch.ortmodule.base.patching import wrap_method
 from ortlaunch.ortmodule.base.settings import Settings, settings_of
 from ortlaunch.ortmodule.base.source_guard import TRAINING, owner
-from ortlaunch.ortmodule.torch_in_graph import attention, dropout, gelu, norms
+from ortlaunch.ortmodule.torch_in_graph import attention, dropout, norms, own_operators
 
 if TYPE_CHECKING:
     import onnx
@@ -92,6 +92,7 @@ def replace(graph: onnx.GraphProto, products: bool, recomputes: bool = False) ->
         "QuickGelu": _silu,
         "FastGelu": _fast_gelu,
         "LayerNormalization": _norm,
+        "Conv": _convolution,
         "Dropout": _dropout,
         "DropoutGrad": _dropout_gradient,
     }
@@ -104,6 +105,8 @@ def replace(graph: onnx.GraphProto, products: bool, recomputes: bool = False) ->
         "FastGeluGrad": _fast_gelu,
         "LayerNormalizationGrad": _norm_gradient,
         "SimplifiedLayerNormalizationGrad": _rms_norm_gradient,
+        "GatherElementsGrad": _gather_gradient,
+        "ConvGrad": _convolution,
         "ATen": attention.complete_calls,
         **({} if recomputes else recomputable),
         **({"ReduceSum": _sum_of_gradients} if wide else {}),
@@ -327,7 +330,7 @@ def _bytes(mask: str) -> str:
     return f"{mask}_bytes"
 
 
-# ---------------------------------------------------------------------------------- GELU, LayerNorm
+# --------------------------------------------- GELU, LayerNorm, gather, convolutions
 
 
 def _function(graph: Rewriting, node: onnx.NodeProto, operator: str, *options: str) -> bool:
@@ -350,8 +353,9 @@ def _fast_gelu(graph: Rewriting, node: onnx.NodeProto) -> bool:
     gradient = node.op_type == "FastGeluGrad"
     if len(node.input) != 1 + gradient:
         return False
-    gelu.define_operators()
-    return _function(graph, node, gelu.BACKWARD if gradient else gelu.FORWARD)
+    own_operators.define_operators()
+    operator = own_operators.GELU_BACKWARD if gradient else own_operators.GELU
+    return _function(graph, node, operator)
 
 
 def _silu(graph: Rewriting, node: onnx.NodeProto) -> bool:
@@ -404,6 +408,39 @@ def _rms_norm_gradient(graph: Rewriting, node: onnx.NodeProto) -> bool:
         return False
     norms.define_operators()
     graph.call(norms.BACKWARD, [*node.input], node.output)
+    return True
+
+
+def _gather_gradient(graph: Rewriting, node: onnx.NodeProto) -> bool:
+    gradient, shape, indices = node.input
+    if graph.rank(gradient) is None:
+        return False
+    own_operators.define_operators()
+    axis = _attributes(node).get("axis", 0)
+    graph.call(own_operators.GATHER_BACKWARD, [gradient, shape, indices, axis], node.output)
+    return True
+
+
+def _convolution(graph: Rewriting, node: onnx.NodeProto) -> bool:
+    """Replace a convolution or its gradient, if it pads both ends alike."""
+    settings = _attributes(node)
+    size = len(settings.get("kernel_shape", ()))
+    pads = settings.get("pads", [0] * 2 * size)
+    plain = settings.get("auto_pad", b"NOTSET") == b"NOTSET" and pads[:size] == pads[size:]
+    weight = node.input[1 + (node.op_type == "ConvGrad")]
+    if not (size and plain and graph.rank(weight) == size + 2):
+        return False
+    form = [settings.get("strides", [1] * size), pads[:size], settings.get("dilations", [1] * size)]
+    groups = settings.get("group", 1)
+    if node.op_type == "Conv":
+        rest = [*form, False, [0] * size, groups]
+        graph.call("convolution", [*node.input[:2], _input(node, 2), *rest], node.output)
+        return True
+    own_operators.define_operators()
+    names = [*node.output, "", ""][:3]
+    wanted = sum(1 << place for place, name in enumerate(names) if name)
+    outputs = [name or f"{node.name}_{place}" for place, name in enumerate(names)]
+    graph.call(own_operators.CONVOLUTION_BACKWARD, [*node.input, *form, groups, wanted], outputs)
     return True
 
 

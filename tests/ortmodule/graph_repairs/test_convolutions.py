@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from ortlaunch.ortmodule.torch_in_graph import torch_kernels
 from tests.ort import needs_ort
 from tests.ortmodule.modules import same, wrapped
 
@@ -94,3 +95,9 @@ def test_the_same_size() -> None:
     for given in (module, eager):
         given(x).square().mean().backward()
     same(model, eager)
+
+
+def test_onnx_runtimes_own_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So are those of ORT's kernel, which convolutions with other padding at each end use."""
+    monkeypatch.setattr(torch_kernels, "_convolution", lambda graph, node: False)
+    test_no_other_gradient_is_overwritten("pointwise")

@@ -15,7 +15,7 @@ from torch import nn
 
 from ortlaunch.ortmodule import Settings
 from ortlaunch.ortmodule.base.counters import tally
-from ortlaunch.ortmodule.torch_in_graph import gelu, norms, torch_kernels
+from ortlaunch.ortmodule.torch_in_graph import norms, own_operators, torch_kernels
 from ortlaunch.ortmodule.tracing import cross_entropy
 from ortlaunch.ortmodule.witness import Witness
 from tests.ort import needs_ort
@@ -327,8 +327,37 @@ def test_torchs_kernels_compute_the_tanh_form_of_gelu(witness: Witness) -> None:
     eager = Tanh()
     check(wrapped(copy.deepcopy(eager)), eager, *batch(1.0))
     graph = witness.graphs[-1]
-    assert graph.aten[gelu.FORWARD] == graph.aten[gelu.BACKWARD] == 1
+    assert graph.aten[own_operators.GELU] == graph.aten[own_operators.GELU_BACKWARD] == 1
     assert not {"FastGelu", "FastGeluGrad"} & {*graph.forward, *graph.backward}
+
+
+class Convolved(nn.Module):
+    """Convolutions of one and two dimensions with every setting, and gathered values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        # The first one has an input without gradient.
+        self.first = nn.Conv1d(8, 16, 3, stride=2, padding=1, bias=False)
+        self.second = nn.Conv2d(4, 8, (3, 2), padding=(1, 0), dilation=(1, 2), groups=2)
+        self.last = nn.Conv1d(8, 8, 2)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x.transpose(1, 2)).unflatten(1, (4, 4))
+        hidden = self.last(self.second(hidden).flatten(2))
+        places = labels[:, None, :8].clamp(min=0) % hidden.shape[-1]
+        return hidden.gather(2, places.expand(-1, 8, -1)).square().mean() + hidden.mean()
+
+
+def test_torchs_kernels_compute_convolutions_and_gathers(witness: Witness) -> None:
+    """Convolutions and gathers have torch's kernels, and their gradients, too."""
+    eager = Convolved()
+    module = wrapped(copy.deepcopy(eager))
+    check(module, eager, *batch(1.0))
+    check(module, eager, *(part[:3] for part in batch(1.0)))
+    graph = witness.graphs[-1]
+    assert graph.aten["convolution"] == graph.aten[own_operators.CONVOLUTION_BACKWARD] == 3
+    assert graph.aten[own_operators.GATHER_BACKWARD] == 1
 
 
 class Products(nn.Module):

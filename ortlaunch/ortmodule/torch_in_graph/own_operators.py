@@ -1,0 +1,61 @@
+"""Operators on CPUs for ORT's graphs, whose form in torch ORT cannot call.
+
+GELU by its tanh form, whose name torch's operator takes as text; the gradients of torch.gather and
+of a convolution. ONNX Runtime computes all of them several times slower. The module does not
+depend on ORTModule.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+GELU = "ortlaunch::gelu_tanh"
+GELU_BACKWARD = "ortlaunch::gelu_tanh_backward"
+GATHER_BACKWARD = "ortlaunch::gather_backward"
+CONVOLUTION_BACKWARD = "ortlaunch::convolution_backward"
+
+
+@functools.cache
+def define_operators() -> torch.library.Library:
+    """Register the operators, once in a process.
+
+    The operators exist for as long as the returned library.
+    """
+    library = torch.library.Library("ortlaunch", "FRAGMENT")
+    for name, form, function in (
+        ("gelu_tanh", "(Tensor x) -> Tensor", functools.partial(torch.ops.aten.gelu, approximate="tanh")),
+        ("gelu_tanh_backward", "(Tensor gradient, Tensor x) -> Tensor",
+         functools.partial(torch.ops.aten.gelu_backward, approximate="tanh")),
+        ("gather_backward", "(Tensor gradient, int[] shape, Tensor index, int dim) -> Tensor",
+         gather_backward),
+        ("convolution_backward", "(Tensor gradient, Tensor x, Tensor weight, int[] stride, int[] padding, "
+         "int[] dilation, int groups, int wanted) -> (Tensor, Tensor, Tensor)", convolution_backward),
+    ):  # fmt: skip
+        library.define(name + form)
+        library.impl(name, function, "CPU")
+    return library
+
+
+def gather_backward(gradient: Tensor, shape: list[int], index: Tensor, dim: int) -> Tensor:
+    """Return the gradient of x, of the given shape, in torch.gather(x, dim, index)."""
+    return gradient.new_zeros(shape).scatter_add_(dim, index, gradient)
+
+
+def convolution_backward(
+    gradient: Tensor, x: Tensor, weight: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
+    """Return the gradients of x, weight and bias in a convolution.
+
+    The last of the other arguments, `wanted`, has bit 0, 1 or 2 where the gradient of x, weight or
+    bias is wanted; the others are empty.
+    """
+    stride, padding, dilation, groups, wanted = rest
+    found = torch.ops.aten.convolution_backward(
+        gradient, x, weight, [weight.shape[0]], stride, padding, dilation, False,
+        [0] * len(stride), groups, [bool(wanted >> place & 1) for place in range(3)],
+    )  # fmt: skip
+    return tuple(gradient.new_empty(0) if one is None else one for one in found)
