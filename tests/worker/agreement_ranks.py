@@ -1,4 +1,4 @@
-"""Two ranks with requests at different steps; each writes the decision of every step."""
+"""Two ranks with requests at different steps; each writes every decision, and a profile of one."""
 
 from __future__ import annotations
 
@@ -37,6 +37,11 @@ def main(rank: int, folder: Path) -> None:
             if asked is RankRequest.SAVE:
                 agreed.saved()
             decided.append(asked.name)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            agreed.now()
+    (folder / f"profiled_{rank}.json").write_text(
+        json.dumps([event.name for event in profiler.events()])
+    )
     (folder / f"decided_{rank}.json").write_text(json.dumps(decided))
     leave()
 

@@ -39,10 +39,16 @@ class Agreement:
         """Send this rank's request; do not wait."""
         if self._channel is not None:
             self._number[0] = int(self.requests.requested)
-            # The maximum, because requests are numbered by their priority.
-            self._work = dist.all_reduce(
-                self._number, dist.ReduceOp.MAX, group=self._channel, async_op=True
-            )
+            # A profile can end before the collective does. torch's profiler would then write into
+            # freed memory at the collective's end, so it must not record it.
+            torch._C._autograd._enable_record_function(False)
+            try:
+                # The maximum, because requests are numbered by their priority.
+                self._work = dist.all_reduce(
+                    self._number, dist.ReduceOp.MAX, group=self._channel, async_op=True
+                )
+            finally:
+                torch._C._autograd._enable_record_function(True)
 
     def end(self) -> RankRequest:
         """Return the agreed request of all ranks.
