@@ -18,7 +18,7 @@ from ortlaunch.ortmodule.base import torch_calls
 
 FORWARD = "ortlaunch::attention"
 BACKWARD = "ortlaunch::attention_backward"
-# Returns what a mask excludes, as one of the numbers below.
+# This operator returns which keys a mask excludes, as one of the next three numbers.
 MASKED = "ortlaunch::masked"
 NOTHING, LATER_KEYS, SOME = range(3)
 # Rows of a mask that are compared at a time.
@@ -52,7 +52,7 @@ def define_operators() -> torch.library.Library:
 
 
 def _masked(mask: Tensor) -> int:
-    """Return what a mask excludes: NOTHING, LATER_KEYS (those after the query) or SOME.
+    """Return which keys a mask excludes: NOTHING, LATER_KEYS (all after the query) or SOME (others).
 
     Without a mask the kernel computes faster, and only half of the scores if later keys are
     excluded.
@@ -128,7 +128,7 @@ def _for_kernel(
     Args:
         tensors: query, key and value, of shape (batch, heads, length, size), or as `swapped` states.
         mask: numbers to add to the scores.
-        masked: what the mask excludes. Without a mask it is not SOME.
+        masked: which keys are excluded; without a mask NOTHING or LATER_KEYS.
         scale: the factor of the scores; None: 1 / sqrt(size).
         swapped: bits 0, 1 and 2: whether query, key and value have shape (batch, length, heads,
             size). Models make them in this order, and change it only where they need the other.

@@ -1,7 +1,8 @@
-"""Operators on CPUs for ORT's graphs, whose form in torch ORT cannot call.
+"""Operators for ORT's graphs on CPUs: ORT cannot call torch's own operators for this work.
 
-GELU by its tanh form, whose name torch's operator takes as text; the gradients of torch.gather and
-of a convolution. ONNX Runtime computes all of them several times slower. The module does not
+GELU in its tanh form (torch's operator takes the form's name, and ORT passes no text); the gradient
+of torch.gather (torch has no operator for it); the gradient of a convolution (some of its results
+may be missing). ONNX Runtime's own kernels are slower: docs/measuring.md. The module does not
 depend on ORTModule.
 """
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 WIDTH = 64
 """The least size of one matrix, in both dimensions, for torch to compute the model's matmuls.
 
-A call of torch costs some microseconds, which narrower models do not save.
+A call of torch costs some microseconds. Measured at widths 64 and 128: no slower than ORT's matmul.
 """
 # It replaces a node, and returns whether it did.
 _Kernel = Callable[["Rewriting", "onnx.NodeProto"], bool]
