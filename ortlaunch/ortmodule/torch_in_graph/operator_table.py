@@ -16,7 +16,13 @@ from typing import Any, NamedTuple
 import torch
 
 from ortlaunch.ortmodule.tracing import attention_forms, exact_forms, index_forms, part_forms
-from ortlaunch.ortmodule.tracing.symbolics import Export, Form, constants, registered
+from ortlaunch.ortmodule.tracing.symbolics import (
+    Export,
+    Form,
+    constants,
+    forms_of_ort,
+    registered,
+)
 
 TORCH = None
 """The value of `Operator.form` if torch computes the operator."""
@@ -128,7 +134,7 @@ OPERATORS = (
     ),
     Operator("clamp_min", exact_forms.clamp_min, "as `clamp`"),
     Operator("clamp_max", exact_forms.clamp_max, "as `clamp`"),
-    Operator("gelu", exact_forms.gelu, "of bfloat16: has no kernel"),
+    Operator("gelu", exact_forms.gelu, "of bfloat16: no kernel; its tanh form: ten operators"),
     Operator("relu6", TORCH, "has a gradient at its bounds"),
     Operator("hardtanh", TORCH, "has a gradient at its bounds"),
     Operator(
@@ -155,6 +161,7 @@ OPERATORS = (
         attention_forms.attention,
         "dropout without a mask; rows of nan",
     ),
+    Operator("layer_norm", exact_forms.layer_norm, "without a bias: a wrong gradient"),
     Operator("embedding_bag", TORCH, "other sums"),
     *(
         Operator(name, TORCH, "without a batch: ORT's shape inference ends", _is_unbatched)
@@ -191,11 +198,12 @@ def is_torchs(name: str, inputs: Sequence[Any]) -> bool:
 
 
 def with_forms(export: Export, *names: str) -> Export:
-    """Wrap an export so that it uses the table's forms, or only those of `names`."""
+    """Wrap an export so that it uses the table's forms and ORT's, or only the table's of `names`."""
 
     def forms() -> dict[str, Form]:
         rows = (row for row in OPERATORS if not names or row.name in names)
-        return {f"aten::{row.name}": row.form for row in rows if row.form}
+        own = {f"aten::{row.name}": row.form for row in rows if row.form}
+        return own if names else {**forms_of_ort(), **own}
 
     with_own = registered(export, forms)
 

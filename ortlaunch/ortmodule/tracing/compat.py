@@ -196,6 +196,18 @@ def follow_chunk_sizes() -> None:
     registered.register("ConstantChunk", "prim", forms.constant_chunk)
 
 
+def use_forms_in_own_exports() -> None:
+    """Do not register ORT's forms of operators for every export of the process (every torch).
+
+    With them another export of the process has operators that only ONNX Runtime Training runs, such
+    as ATen for an Embedding. ORT's own export uses them (operator_table.with_forms).
+    """
+    registry = importlib.import_module(
+        f"{_ORTMODULE}._custom_op_symbolic_registry"
+    ).CustomOpSymbolicRegistry
+    registry.register_all = lambda opset: None
+
+
 def skip_nvtx_without_cuda() -> bool:
     """Hide `torch.cuda.nvtx` from ORT on CPU-only torch builds where it raises.
 
@@ -240,7 +252,7 @@ _AFTER_IMPORT: tuple[Repair, ...] = (
     Repair("refuse_custom_backward", install=_interop_is_refused),
     Repair("skip_padding_hook", install=skip_padding_hook),
     Repair("keep_bool_arguments", (_CUSTOM_EXPORT,), keep_bool_arguments),
-    Repair("export_exact_forms"),
+    Repair("export_exact_forms", install=use_forms_in_own_exports),
     Repair("export_sdpa_dropout", (_SDPA,)),
     Repair("keep_constants_apart"),
     Repair("trace_swapped_weights"),

@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.onnx import symbolic_helper
 
-from ortlaunch.ortmodule.tracing.symbolics import Form, GraphWriter, number_like, type_of
+from ortlaunch.ortmodule.tracing.symbolics import (
+    Form,
+    GraphWriter,
+    forms_of_ort,
+    number_like,
+    type_of,
+)
 
 if TYPE_CHECKING:
     from torch.onnx._internal.torchscript_exporter.jit_utils import GraphContext
@@ -47,14 +53,28 @@ def clamp_max(g: GraphContext, x: Any, high: Any) -> Any:
 
 
 def gelu(g: GraphContext, x: Any, approximate: Any) -> Any:
-    """Write a bfloat16 GELU as ORT's own operator; other types use torch's form.
+    """Write a GELU as one operator of ORT's where its fusion does not make it of torch's form.
 
-    ORT's fusion makes the same operator of torch's form in other types. bfloat16.py hands it to
-    torch.
+    These are a bfloat16 GELU, which bfloat16.py hands to torch, and the tanh form in float32, whose
+    cube torch writes as products.
     """
-    if type_of(x) == torch.bfloat16 and approximate.node().s("value") == "none":
+    dtype, how = type_of(x), approximate.node().s("value")
+    if (dtype, how) == (torch.bfloat16, "none"):
         return g.op("com.microsoft::Gelu", x)
+    if (dtype, how) == (torch.float32, "tanh"):
+        return g.op("com.microsoft::FastGelu", x)
     return _form_of_torch("gelu", 9)(g, x, approximate)
+
+
+def layer_norm(g: GraphContext, x: Any, sizes: Any, weight: Any, bias: Any, *others: Any) -> Any:
+    """Write a LayerNorm that has weights and no bias with a bias of zeros.
+
+    ORT's gradient without a bias is wrong. The zeros are the weights' product, because a constant
+    is shared by several norms, and ORT would give each of them a gradient of the same name.
+    """
+    if symbolic_helper._is_none(bias) and not symbolic_helper._is_none(weight):
+        bias = g.op("Mul", weight, number_like(g, 0.0, weight))
+    return forms_of_ort()["aten::layer_norm"](g, x, sizes, weight, bias, *others)
 
 
 def rooted(name: str) -> Form:

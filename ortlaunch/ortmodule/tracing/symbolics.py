@@ -6,6 +6,7 @@ The table of the forms is torch_in_graph/operator_table.py.
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +63,13 @@ def registered(export: Export, forms: Callable[[], Mapping[str, Form]]) -> Expor
                 torch.onnx.unregister_custom_op_symbolic(name, opset)
 
     return export_with_forms
+
+
+def forms_of_ort() -> dict[str, Form]:
+    """Return ONNX Runtime's own forms by full operator name."""
+    module = importlib.import_module("onnxruntime.training.ortmodule._custom_op_symbolic_registry")
+    own: dict[str, Form] = module.CustomOpSymbolicRegistry._SYMBOLICS
+    return {f"aten{name}" if name.startswith("::") else name: form for name, form in own.items()}
 
 
 def type_of(value: Any) -> torch.dtype:

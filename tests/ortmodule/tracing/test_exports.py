@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import io
 import sys
 import types
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import onnx
 import pytest
 import torch
 from torch import nn
@@ -186,3 +189,19 @@ def test_an_export_without_weights_is_the_same(built: None) -> None:
         export(model, (ids,), file, input_names=["ids"], dynamic_axes={"ids": {0: "n"}}, **settings)
         found.append(file.getvalue())
     assert found[0] == found[1]
+
+
+def test_other_exports_of_the_process_keep_the_exporters_forms() -> None:
+    """An ONNX file of an Embedding and norms runs everywhere after an ORTModule has trained."""
+    ORTModule(Layer())(X).backward()
+    version = int(importlib.import_module("onnxruntime.training.ortmodule").ONNX_OPSET_VERSION)
+    model = nn.Sequential(nn.Embedding(6, 4), nn.LayerNorm(4), nn.GroupNorm(2, 6))
+    file = io.BytesIO()
+    with warnings.catch_warnings():
+        # torch's notice that TorchScript's exporter is old.
+        warnings.simplefilter("ignore")
+        torch.onnx.export(
+            model, (torch.arange(6)[None],), file, opset_version=version, dynamo=False
+        )  # fmt: skip
+    nodes = onnx.load_model_from_string(file.getvalue()).graph.node
+    assert {node.domain for node in nodes} == {""}
