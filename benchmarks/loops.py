@@ -9,12 +9,14 @@ clipping.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +30,7 @@ SEED = 7
 RATE = 1e-4
 NORM = 1.0
 NEVER = 10**6  # steps; the race ends the process before
+PREDICTED_STEPS = 8  # of a run whose prediction is compared
 # transformers' class for each task.
 CLASSES = {
     "masked-lm": "AutoModelForMaskedLM",
@@ -177,11 +180,9 @@ def ours(gate: Gate, options: dict[str, Any], work: Callable[[Any], None] | None
     live(run, rank, Watchdog(rank, run))
 
 
-def resolved(options: dict[str, Any]) -> ResolvedRun:
-    """Return the contest as a run of ortlaunch's."""
-    from ortlaunch.planning.world import LaunchOptions
-    from ortlaunch.resolve.resolve import resolve
-
+@contextlib.contextmanager
+def recipe_of(options: dict[str, Any]) -> Iterator[Path]:
+    """Give the contest as a recipe of ortlaunch's, in a file."""
     case = case_of(options)
     made: dict[str, Any] = {"task": case["task"], "config": case["config"]}
     if case["task"] in ("seq2seq", "ctc"):
@@ -202,9 +203,18 @@ def resolved(options: dict[str, Any]) -> ResolvedRun:
     path = Path(__file__).parent / f".contest-{os.getpid()}.yaml"
     path.write_text(json.dumps(recipe))
     try:
-        return resolve(path, (), LaunchOptions("local", 1, None, None, None), os.environ)
+        yield path
     finally:
         path.unlink()
+
+
+def resolved(options: dict[str, Any]) -> ResolvedRun:
+    """Return the contest as a run of ortlaunch's."""
+    from ortlaunch.planning.world import LaunchOptions
+    from ortlaunch.resolve.resolve import resolve
+
+    with recipe_of(options) as path:
+        return resolve(path, (), LaunchOptions("local", 1, None, None, None), os.environ)
 
 
 def auto(gate: Gate, options: dict[str, Any]) -> None:
@@ -221,6 +231,32 @@ def auto(gate: Gate, options: dict[str, Any]) -> None:
         row["engine"]: row["first_step"]["since_launch"] for row in rows if "first_step" in row
     }
     print(json.dumps({**as_json(choice), "cost": cost, "starts": starts}))
+
+
+def predict(gate: Gate, options: dict[str, Any]) -> None:
+    """Predict every engine, then train on it; the last line has both, by engine.
+
+    Seconds of a step are the run's median, memory is the run's most bytes beside the libraries.
+    """
+    found = {}
+    with recipe_of({**options, "engine": "eager"}) as path:
+        command = [sys.executable, "-m", "ortlaunch"]
+        subprocess.run([*command, "plan", str(path), "--predict"], check=True, stdout=sys.stderr)
+        for engine in options["engines"]:
+            run = Path(tempfile.mkdtemp(dir=os.environ["CONTEST_FOLDER"]), engine)
+            words = [f"engine.name={engine}", f"train.max_steps={PREDICTED_STEPS}"]
+            subprocess.run(
+                [*command, "train", str(path), *words, f"--run-dir={run}"],
+                check=True,
+                stdout=sys.stderr,
+            )
+            summary = json.loads((run / "summary.json").read_text())
+            memory = json.loads((run / "memory.json").read_text())["measured"]["peak"]
+            found[engine] = {
+                "predicted": summary.get("predicted"), "not_predicted": summary.get("not_predicted"),
+                "seconds": summary["step_seconds"], "memory": memory,
+            }  # fmt: skip
+    print(json.dumps(found))
 
 
 def trainer(gate: Gate, options: dict[str, Any]) -> None:
@@ -300,6 +336,7 @@ CONTESTANTS = {
     "bare-ort": bare_ort,
     "bare-ours": bare_ours,
     "auto": auto,
+    "predict": predict,
     "trainer": trainer,
     "accelerate": accelerate,
 }

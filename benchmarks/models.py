@@ -2,17 +2,17 @@
 
 python benchmarks/models.py --out FOLDER                 all that FOLDER has no result of
 python benchmarks/models.py --out FOLDER --only bert,t5  these; --again measures them anew
-python benchmarks/models.py --out FOLDER --parts race    without `engine: auto`, which a later call adds
+python benchmarks/models.py --out FOLDER --parts race    of race, auto, predict; a later call adds others
 python benchmarks/models.py --out FOLDER --show          the table and the chart of what is there
 
 Each model has random weights and is built from a config; shapes of its layers are real, its depth
 is 2 to 4 layers. Contestants take turns, A B C D A B C D ..., each in a process of its own
 (contest.py), on the same samples with the same optimizer and clipping (loops.py). After the race
 `engine: auto` measures the model with empty caches, as a first run does; its choice is judged by
-the race. A contestant that fails stays in the table with its reason. FOLDER gets families.json,
-after each model, families.md and families.svg; docs/ has these files of the figures in README. Only
-a quiet machine gives figures: a model of which two turns differ much is listed, to measure it
-`--again`.
+the race. `predict` compares `plan --predict` with short runs. A contestant that fails stays in the
+table with its reason. FOLDER gets families.json, after each model, families.md and families.svg;
+docs/ has these files of the figures in README. Only a quiet machine gives figures: a model of which
+two turns differ much is listed, to measure it `--again`.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ CONTESTANTS: dict[str, dict[str, Any]] = {
     BASE: {"loop": "trainer", "compile": False},
     **{engine: {"loop": "ours", "engine": engine} for engine in ENGINES},
 }
+# inductor's compilation would take most of the time.
+PREDICTED = ("eager", "ort")
 # A choice of `engine: auto` within this share of the fastest engine counts as the fastest.
 EQUAL = 0.03
 # A median above so many times the least turn is that of a busy machine.
@@ -153,7 +155,19 @@ def raced(name: str, rounds: int, seconds: float) -> dict[str, Any]:
 
 def chosen(name: str) -> dict[str, Any]:
     """Return the choice of `engine: auto` and its cost in seconds, or the reason of its failure."""
-    command = [sys.executable, str(LOOPS), json.dumps({**options_of(name), "loop": "auto"})]
+    found = _alone(name, loop="auto")
+    kept = ("chosen", "why", "cost", "starts")
+    return found if "failed" in found else {key: found[key] for key in kept}
+
+
+def predicted(name: str) -> dict[str, Any]:
+    """Return seconds and memory by engine, predicted and of a run, or the reason of a failure."""
+    return _alone(name, loop="predict", engines=PREDICTED)
+
+
+def _alone(name: str, **options: Any) -> dict[str, Any]:
+    """Return the last line of a loop that runs alone, or the reason of its failure."""
+    command = [sys.executable, str(LOOPS), json.dumps({**options_of(name), **options})]
     with _fresh() as environ:
         folder = environ["CONTEST_FOLDER"]
         done = subprocess.run(
@@ -161,8 +175,8 @@ def chosen(name: str) -> dict[str, Any]:
         )
     if done.returncode:
         return {"failed": _last_line(done.stderr)}
-    found = json.loads(done.stdout.splitlines()[-1])
-    return {key: found[key] for key in ("chosen", "why", "cost", "starts")}
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 @contextlib.contextmanager
@@ -308,6 +322,40 @@ def judged(records: Mapping[str, Any]) -> str:
     return "\n".join([head, "", *lines])
 
 
+def foreseen(records: Mapping[str, Any]) -> str:
+    """Return the predictions of every model, as multiples of what its run measured."""
+    lines = ["| model | " + " | ".join(PREDICTED) + " |", "|---" * (1 + len(PREDICTED)) + "|"]
+    shares: dict[str, list[float]] = {"seconds": [], "memory": []}
+    for name, record in records.items():
+        found = record.get("predict")
+        if found is None:
+            continue
+        if "failed" in found:
+            lines.append(f"| {name} | failed: {found['failed']} |" + " |" * (len(PREDICTED) - 1))
+            continue
+        cells = []
+        for engine in PREDICTED:
+            one = found[engine]
+            if one["predicted"] is None:
+                cells.append(f"not predicted: {one['not_predicted']}")
+                continue
+            seconds = one["predicted"]["step_seconds"] / one["seconds"]
+            memory = one["predicted"]["memory"] / one["memory"]
+            shares["seconds"].append(seconds)
+            shares["memory"].append(memory)
+            cells.append(f"{seconds:.2f} / {memory:.2f}")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    within = [
+        f"{sum(abs(each - 1) <= 0.2 for each in found)} of {len(found)} {kind}"
+        for kind, found in shares.items()
+    ]
+    head = (
+        "`ortlaunch plan --predict`: seconds / memory, predicted as a multiple of the measured. "
+        f"Within 20 %: {' and '.join(within)}."
+    )
+    return "\n".join([head, "", *lines])
+
+
 def noisy(records: Mapping[str, Any]) -> list[str]:
     """Return the models of which a contestant's median is far above its least turn."""
     return [
@@ -344,6 +392,8 @@ def page(records: Mapping[str, Any]) -> str:
         lines.append(f"On a busy machine, to be measured again: {', '.join(noisy(records))}.")
     if any("auto" in record for record in records.values()):
         lines.append(judged(records))
+    if any("predict" in record for record in records.values()):
+        lines.append(foreseen(records))
     return "\n\n".join(lines) + "\n"
 
 
@@ -439,7 +489,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, help="turns of each contestant")
     parser.add_argument("--seconds", type=float, default=2.5, help="the least length of a turn")
     parser.add_argument("--again", action="store_true", help="also models that have a result")
-    parser.add_argument("--parts", default="race,auto", help="race, auto or both, with a comma")
+    parser.add_argument("--parts", default="race,auto", help="race, auto, predict, with a comma")
     parser.add_argument("--show", action="store_true", help="measure nothing")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -451,9 +501,10 @@ def main() -> int:
         if "race" in options.parts and "contestants" not in kept:
             records[name] = raced(name, options.rounds, options.seconds)
             _save(path, records)
-        if "auto" in options.parts and "auto" not in kept and name in records:
-            records[name]["auto"] = chosen(name)
-            _save(path, records)
+        for part, measure in (("auto", chosen), ("predict", predicted)):
+            if part in options.parts and part not in kept and name in records:
+                records[name][part] = measure(name)
+                _save(path, records)
         if name in records:
             took = time.monotonic() - begun
             print(f"{table({name: records[name]})}\nin {took:.0f} s", flush=True)

@@ -751,6 +751,7 @@ def attending(name: str, engine: str) -> Step:
     from ortlaunch import machine
     from ortlaunch.ortmodule import ORTModule, Settings, options
     from ortlaunch.worker.engine.allocator import keep_freed_memory
+    from ortlaunch.worker.model.model import LossModule
 
     keep_freed_memory(os.environ)
     if machine.onednn_is_faster():
@@ -778,12 +779,13 @@ def attending(name: str, engine: str) -> Step:
         module = transformers.AutoModelForCausalLM.from_config(config)
     if name.startswith("packed"):
         given["position_ids"] = torch.arange(length).remainder(300).expand(batch, -1)
-    module.train()
+    # Its only output is the loss, as in a run.
+    module = LossModule(module.train())
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
     trained: Any = ORTModule(module, Settings()) if engine == "ort" else module
 
     def step() -> None:
-        trained(**given)[0].backward()
+        trained(**given).backward()
         torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
