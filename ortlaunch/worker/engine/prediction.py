@@ -11,7 +11,7 @@ import copy
 import functools
 import time
 import warnings
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.hooks import RemovableHandle
 
 from ortlaunch import machine
 from ortlaunch.cache import cache_folder
@@ -221,6 +222,10 @@ def count(
         dtype = narrow_dtype_of(recipe.precision)
         memory = MemTracker()
         memory.track_external(model)
+        # The tracker would register hooks on frozen parameters too, which torch refuses.
+        for frozen in (each for each in model.parameters() if not each.requires_grad):
+            none = RemovableHandle(OrderedDict()), RemovableHandle(OrderedDict())
+            memory._param_to_grad_hook_handles[frozen] = none
         with memory, _Work(labelled) as passes:
             with torch.autocast(device.type, dtype, enabled=dtype is not None):
                 loss = loss_in(model(**batch))

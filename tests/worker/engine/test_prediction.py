@@ -56,6 +56,17 @@ def test_work_of_a_llama_is_that_of_its_matrices() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
+def test_frozen_parameters_have_no_gradients() -> None:
+    """A model with frozen parameters, such as LoRA's, is counted without their gradients."""
+    model, batch = llama()
+    whole = count(RECIPE, model, batch, CPU, 1)
+    frozen = model.model.get_input_embeddings().requires_grad_(False).weight
+    found = count(RECIPE, model, batch, CPU, 1)
+    # Its gradient, Adam's two moments, and the count of Adam's steps.
+    assert whole.model - found.model == 3 * frozen.nbytes + 4
+    assert found.peak < whole.peak
+
+
 def test_peak_is_that_of_a_real_step() -> None:
     """The peak without values is that of the same step with values, by torch's memory tracker."""
     from torch.distributed._tools.mem_tracker import MemTracker
