@@ -342,10 +342,15 @@ def test_ten_thousand_lines() -> None:
     # It takes less than 0.1 s; the rest is for slow and busy machines.
     seconds = 0.5
     text = "".join(f"worker-{index:05d} slots=8\n" for index in range(lines))
-    # CPU time, which other processes do not increase.
+    # Another test's objects may be collected in the first try, for as long.
+    assert min(_parsing(text, lines) for _ in range(3)) < seconds
+
+
+def _parsing(text: str, lines: int) -> float:
+    """Return the CPU time of parsing a hostfile, which other processes do not increase."""
     before = time.process_time()
     assert len(parse_hostfile(text, "F").hosts) == lines
-    assert time.process_time() - before < seconds
+    return time.process_time() - before
 
 
 def test_a_pipe_is_read_and_nothing_without_end(
