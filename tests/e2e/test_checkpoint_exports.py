@@ -101,6 +101,8 @@ def test_adapters_on_two_sharded_ranks(train: Train, monkeypatch: pytest.MonkeyP
     assert difference_at(run, 6, monkeypatch) < 1e-4
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_failed_export_ends_no_run(train: Train) -> None:
     """It is printed, recorded and counted, and the training goes on; the next start repeats it."""
     recipe = merged(merged(TOY, EAGER), {"checkpoint": {"export": ["onnx"]}})

@@ -42,6 +42,8 @@ def here(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return home
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.timeout(180)
 def test_a_killed_kernel(here: Path) -> None:
     """A run that Python started ends well although its kernel is killed in mid-training."""

@@ -180,7 +180,12 @@ def test_inside_a_launcher(launcher: str, tmp_path: Path) -> None:
     [
         pytest.param("torchrun", 0, marks=[pytest.mark.slow, pytest.mark.ci]),
         pytest.param("mpi", 0, marks=[needs_mpi, pytest.mark.slow]),
-        pytest.param("mpi", 2, marks=needs_mpi, id="mpi, where its peer would end first"),
+        pytest.param(
+            "mpi",
+            2,
+            marks=[needs_mpi, pytest.mark.slow, pytest.mark.ci],
+            id="mpi, where its peer would end first",
+        ),
     ],
 )
 def test_inside_a_launcher_the_failing_rank_speaks(

@@ -48,6 +48,9 @@ train: {max_steps: 100000}
 log: {every_steps: 1}
 """
 # For each way to end: the exit status, and words of the verdict.
+SLOW = (pytest.mark.slow, pytest.mark.ci)
+# The launchers, of which make test takes the faster one.
+EITHER = (pytest.param("torchrun", marks=SLOW), pytest.param("mpi", marks=needs_mpi))
 ENDS = {
     "exit 7": (7, ("rank 1 on host", "SystemExit", "exit status 7")),
     "raise": (
@@ -130,7 +133,8 @@ def wait_for_steps(folder: Path, count: int, process: subprocess.Popen[str] | No
 @pytest.mark.parametrize(
     ("how", "launcher"),
     [
-        *((how, "torchrun") for how in ENDS),
+        *((how, "torchrun") for how in ENDS if how != "kill the supervisor"),
+        pytest.param("kill the supervisor", "torchrun", marks=SLOW),
         *(pytest.param(how, "mpi", marks=needs_mpi) for how in ("raise", "kill")),
     ],
 )
@@ -196,7 +200,7 @@ def test_ctrl_c_saves_and_ends_everything(start, tmp_path: Path, launcher: str):
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", EITHER)
 def test_a_killed_command_leaves_no_orphan(start, tmp_path: Path, launcher: str):
     """After `kill -9` of the command its launcher and ranks end by themselves."""
     process = start(launcher, "slow", torch=False)
@@ -269,7 +273,7 @@ def test_a_stopped_rank_does_not_stay(start, tmp_path: Path):
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", EITHER)
 def test_a_terminated_launcher_is_no_failure_of_its_ranks(start, tmp_path: Path, launcher: str):
     """SIGTERM to a launcher requests the ranks to save, and is no failure of a rank."""
     # mpirun kills its ranks after 0.2 s, so they may not have saved.
@@ -290,7 +294,7 @@ def test_a_terminated_launcher_is_no_failure_of_its_ranks(start, tmp_path: Path,
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", EITHER)
 def test_a_notice_saves_or_stops(start, tmp_path: Path, launcher: str):
     """SIGUSR2 saves once and continues; SIGUSR1 saves and stops."""
     # Slurm sends SIGUSR1 before the end of the job's time.

@@ -140,6 +140,8 @@ def test_the_report_is_written(classifier: Both, capsys: pytest.CaptureFixture[s
     assert any("adamw_ort_fused" in note for note in written["onnxruntime"]["notes"])
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_generation_and_seq2seq(tmp_path: Path) -> None:
     """Seq2SeqTrainer's losses and generated tokens are the same, in ORTSeq2SeqTrainer."""
     results = []
