@@ -285,6 +285,9 @@ def test_cancel(
     """Cancelling sends SIGTERM, after the grace SIGKILL, and records the run as cancelled."""
     # A killed process with much memory, or on a busy machine, ends later.
     monkeypatch.setattr(cancelling, "send", lambda *sent: Timer(0.6, os.kill, sent).start())
+    if how == "plain":
+        # It ends by itself, on a busy machine after more than the little grace.
+        monkeypatch.setattr(cancelling, "GRACE_SECONDS", 20.0)
     with command(run, how) as process:
         answer = cancel(run)
         assert answer.startswith(f"{said}{run}: cancelled"), answer
@@ -294,11 +297,10 @@ def test_cancel(
         assert not (launcher.exists() and Process.of(int(launcher.read_text())).lives())
         # The plain command handles SIGTERM; the deaf one has to be killed; the one with a deaf rank
         # has the default action.
-        # A plain one that has recorded its end may be killed while Python exits, on a busy machine.
         expected = {
-            "plain": (143, -signal.SIGKILL), "deaf": (-signal.SIGKILL,), "deaf rank": (-signal.SIGTERM,),
+            "plain": 143, "deaf": -signal.SIGKILL, "deaf rank": -signal.SIGTERM
         }[how]  # fmt: skip
-        assert process.wait() in expected
+        assert process.wait() == expected
         assert cancel(run).startswith(f"nothing to cancel: it has ended\n{run}: cancelled")
 
 
