@@ -240,16 +240,18 @@ def predict(gate: Gate, options: dict[str, Any]) -> None:
     """
     found = {}
     with recipe_of({**options, "engine": "eager"}) as path:
-        command = [sys.executable, "-m", "ortlaunch"]
-        subprocess.run([*command, "plan", str(path), "--predict"], check=True, stdout=sys.stderr)
+
+        def command(verb: str, *words: str) -> None:
+            argv = [sys.executable, "-m", "ortlaunch", verb, str(path), *words]
+            if status := subprocess.run(argv, check=False, stdout=sys.stderr).returncode:
+                # The command's own message stays the last one.
+                sys.exit(status)
+
+        command("plan", "--predict")
         for engine in options["engines"]:
             run = Path(tempfile.mkdtemp(dir=os.environ["CONTEST_FOLDER"]), engine)
             words = [f"engine.name={engine}", f"train.max_steps={PREDICTED_STEPS}"]
-            subprocess.run(
-                [*command, "train", str(path), *words, f"--run-dir={run}"],
-                check=True,
-                stdout=sys.stderr,
-            )
+            command("train", *words, f"--run-dir={run}")
             summary = json.loads((run / "summary.json").read_text())
             memory = json.loads((run / "memory.json").read_text())["measured"]["peak"]
             found[engine] = {

@@ -155,17 +155,17 @@ def raced(name: str, rounds: int, seconds: float) -> dict[str, Any]:
 
 def chosen(name: str) -> dict[str, Any]:
     """Return the choice of `engine: auto` and its cost in seconds, or the reason of its failure."""
-    found = _alone(name, loop="auto")
+    found = _run_loop(name, loop="auto")
     kept = ("chosen", "why", "cost", "starts")
     return found if "failed" in found else {key: found[key] for key in kept}
 
 
 def predicted(name: str) -> dict[str, Any]:
     """Return seconds and memory by engine, predicted and of a run, or the reason of a failure."""
-    return _alone(name, loop="predict", engines=PREDICTED)
+    return _run_loop(name, loop="predict", engines=PREDICTED)
 
 
-def _alone(name: str, **options: Any) -> dict[str, Any]:
+def _run_loop(name: str, **options: Any) -> dict[str, Any]:
     """Return the last line of a loop that runs alone, or the reason of its failure."""
     command = [sys.executable, str(LOOPS), json.dumps({**options_of(name), **options})]
     with _fresh() as environ:
@@ -322,7 +322,7 @@ def judged(records: Mapping[str, Any]) -> str:
     return "\n".join([head, "", *lines])
 
 
-def foreseen(records: Mapping[str, Any]) -> str:
+def prediction_table(records: Mapping[str, Any]) -> str:
     """Return the predictions of every model, as multiples of what its run measured."""
     lines = ["| model | " + " | ".join(PREDICTED) + " |", "|---" * (1 + len(PREDICTED)) + "|"]
     shares: dict[str, list[float]] = {"seconds": [], "memory": []}
@@ -393,7 +393,7 @@ def page(records: Mapping[str, Any]) -> str:
     if any("auto" in record for record in records.values()):
         lines.append(judged(records))
     if any("predict" in record for record in records.values()):
-        lines.append(foreseen(records))
+        lines.append(prediction_table(records))
     return "\n\n".join(lines) + "\n"
 
 

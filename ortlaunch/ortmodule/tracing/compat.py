@@ -189,23 +189,22 @@ def follow_chunk_sizes() -> None:
 
     With ORT's, the exporter uses the first batch's sizes as constants.
     """
-    registered = importlib.import_module(
-        f"{_ORTMODULE}._custom_op_symbolic_registry"
-    ).CustomOpSymbolicRegistry
     forms = importlib.import_module("ortlaunch.ortmodule.tracing.part_forms")
-    registered.register("ConstantChunk", "prim", forms.constant_chunk)
+    _registry_of_forms().register("ConstantChunk", "prim", forms.constant_chunk)
 
 
-def use_forms_in_own_exports() -> None:
-    """Do not register ORT's forms of operators for every export of the process (every torch).
+def keep_forms_out_of_other_exports() -> None:
+    """Do not let ORT register its forms of operators for all exports of the process (every torch).
 
-    With them another export of the process has operators that only ONNX Runtime Training runs, such
-    as ATen for an Embedding. ORT's own export uses them (operator_table.with_forms).
+    With them an export by the user has operators that only ONNX Runtime Training runs, such as ATen
+    for an Embedding. ORT's own export uses them (operator_table.with_forms).
     """
-    registry = importlib.import_module(
-        f"{_ORTMODULE}._custom_op_symbolic_registry"
-    ).CustomOpSymbolicRegistry
-    registry.register_all = lambda opset: None
+    _registry_of_forms().register_all = lambda opset: None
+
+
+def _registry_of_forms() -> Any:
+    module = importlib.import_module(f"{_ORTMODULE}._custom_op_symbolic_registry")
+    return module.CustomOpSymbolicRegistry
 
 
 def skip_nvtx_without_cuda() -> bool:
@@ -252,7 +251,7 @@ _AFTER_IMPORT: tuple[Repair, ...] = (
     Repair("refuse_custom_backward", install=_interop_is_refused),
     Repair("skip_padding_hook", install=skip_padding_hook),
     Repair("keep_bool_arguments", (_CUSTOM_EXPORT,), keep_bool_arguments),
-    Repair("export_exact_forms", install=use_forms_in_own_exports),
+    Repair("export_exact_forms", install=keep_forms_out_of_other_exports),
     Repair("export_sdpa_dropout", (_SDPA,)),
     Repair("keep_constants_apart"),
     Repair("trace_swapped_weights"),

@@ -69,8 +69,8 @@ def gelu(g: GraphContext, x: Any, approximate: Any) -> Any:
 def layer_norm(g: GraphContext, x: Any, sizes: Any, weight: Any, bias: Any, *others: Any) -> Any:
     """Write a LayerNorm that has weights and no bias with a bias of zeros.
 
-    ORT's gradient without a bias is wrong. The zeros are the weights' product, because a constant
-    is shared by several norms, and ORT would give each of them a gradient of the same name.
+    ORT's gradient without a bias is wrong. The zeros are computed, as 0 * weight: the exporter
+    shares a constant between norms, and ORT would give two gradients the same name.
     """
     if symbolic_helper._is_none(bias) and not symbolic_helper._is_none(weight):
         bias = g.op("Mul", weight, number_like(g, 0.0, weight))

@@ -224,8 +224,8 @@ def count(
         memory.track_external(model)
         # The tracker would register hooks on frozen parameters too, which torch refuses.
         for frozen in (each for each in model.parameters() if not each.requires_grad):
-            none = RemovableHandle(OrderedDict()), RemovableHandle(OrderedDict())
-            memory._param_to_grad_hook_handles[frozen] = none
+            no_hooks = RemovableHandle(OrderedDict()), RemovableHandle(OrderedDict())
+            memory._param_to_grad_hook_handles[frozen] = no_hooks
         with memory, _Work(labelled) as passes:
             with torch.autocast(device.type, dtype, enabled=dtype is not None):
                 loss = loss_in(model(**batch))
