@@ -164,7 +164,7 @@ def _hint(word: str, after: Sequence[str], ours: set[str]) -> str | None:
         after: the next argument, if there is one.
         ours: the options of the verb.
     """
-    from ortlaunch.recipe.fields.fields import names_in, section_at
+    from ortlaunch.recipe.fields.field_lookup import names_in, section_at
     from ortlaunch.recipe.hints.did_you_mean import advise
     from ortlaunch.recipe.hints.keys_of_other_tools import FOREIGN
     from ortlaunch.recipe.text.place import dotted, keys

@@ -20,7 +20,7 @@ from ortlaunch.other_tools import (
 from ortlaunch.other_tools.draft import Draft, ImportReport, Remark
 from ortlaunch.other_tools.reading import config
 from ortlaunch.recipe.check import check
-from ortlaunch.recipe.fields.models import Recipe
+from ortlaunch.recipe.fields.recipe import Recipe
 from ortlaunch.recipe.text.place import Line, Place, SourceError, in_reading_order, keys
 from ortlaunch.recipe.text.source import override, read
 from ortlaunch.recipe.text.tree import Tree, merge

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ortlaunch.recipe.fields.fields import choices, everywhere, names_in, section_at
+from ortlaunch.recipe.fields.field_lookup import choices, everywhere, names_in, section_at
 from ortlaunch.recipe.hints.keys_of_other_tools import DIALECTS, WHOLE
 from ortlaunch.recipe.text.place import HIDDEN, SECRET, Place, keys, without_secrets
 from ortlaunch.recipe.text.tree import Tree

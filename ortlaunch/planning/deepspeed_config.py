@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ortlaunch.json_types import Json
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.fields.models import Offload
+from ortlaunch.recipe.fields.zero import Offload
 
 # Steps between two prints of DeepSpeed: more than any run has.
 NEVER = 10**9

@@ -21,7 +21,7 @@ from ortlaunch.planning.startup import at_start, on_host, state_bytes
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.data import TokenizerTraining
 from ortlaunch.recipe.fields.families import DECODERS, FAMILIES, SIZES, complete, sized
-from ortlaunch.recipe.fields.models import Lora
+from ortlaunch.recipe.fields.model import Lora
 from ortlaunch.recipe.fields.pretrained import config_of
 from ortlaunch.recipe.rules.parity import compared_steps
 

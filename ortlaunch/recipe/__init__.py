@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from ortlaunch.errors import DamagedFile, RecipeError
 from ortlaunch.recipe.check import check
-from ortlaunch.recipe.fields.models import Recipe
+from ortlaunch.recipe.fields.recipe import Recipe
 from ortlaunch.recipe.space import space_problems
 from ortlaunch.recipe.text.paths import expand_paths
 from ortlaunch.recipe.text.place import Line, Problem, SourceError, in_reading_order, keys

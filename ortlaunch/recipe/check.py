@@ -9,7 +9,7 @@ from typing import NamedTuple
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from ortlaunch.recipe.fields.models import Recipe
+from ortlaunch.recipe.fields.recipe import Recipe
 from ortlaunch.recipe.fields.section import LIST, MAPPING, NUMBER, PART, WORD
 from ortlaunch.recipe.hints.messages import missing, wrong
 from ortlaunch.recipe.hints.unknown_keys import settle

@@ -9,7 +9,7 @@ from pathlib import Path
 from transformers import TrainingArguments
 
 from ortlaunch.other_tools.draft import is_key
-from ortlaunch.recipe.fields.fields import names_in
+from ortlaunch.recipe.fields.field_lookup import names_in
 
 PAGE = (Path(__file__).parents[2] / "docs/optimum.md").read_text(encoding="utf-8")
 ROWS = [line.strip("|").split("|") for line in PAGE.splitlines() if line.startswith("| `")]

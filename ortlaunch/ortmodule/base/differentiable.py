@@ -230,7 +230,7 @@ def _is_cast_to_number(node: torch.Node) -> bool:
 
 
 def _is_detached(node: torch.Node) -> bool:
-    """Return whether a node is one that exact_forms.detach writes."""
+    """Return whether a node is one that elementwise_forms.detach writes."""
     return _name(node) == "ATen" and _text(node, "operator", "") == "clone"
 
 

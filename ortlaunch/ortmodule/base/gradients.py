@@ -67,7 +67,7 @@ _NUMBERS = {
     "Less",
     "LessOrEqual",
 }
-# The same for torch's operators behind ATen nodes; exact_forms.py exports `detach` as `clone`.
+# The same for torch's operators behind ATen nodes; elementwise_forms.py exports `detach` as `clone`.
 _OPERATORS = {b"argmax", b"bitwise_or", b"clone"}
 
 

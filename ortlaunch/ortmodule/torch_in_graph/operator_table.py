@@ -15,7 +15,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ortlaunch.ortmodule.tracing import attention_forms, exact_forms, index_forms, part_forms
+from ortlaunch.ortmodule.tracing import (
+    attention_forms,
+    elementwise_forms,
+    index_forms,
+    norm_forms,
+    part_forms,
+)
 from ortlaunch.ortmodule.tracing.symbolics import (
     Export,
     Form,
@@ -116,11 +122,11 @@ OPERATORS = (
     # Types and gradients
     Operator(
         "to",
-        exact_forms.casting("to", 9),
+        elementwise_forms.casting("to", 9),
         "a cast to the type that a tensor has: ORT fails to remove it",
     ),
-    Operator("log_softmax", exact_forms.casting("log_softmax", 13), "as `to`"),
-    Operator("detach", exact_forms.detach, "is left out: the gradient goes through"),
+    Operator("log_softmax", elementwise_forms.casting("log_softmax", 13), "as `to`"),
+    Operator("detach", elementwise_forms.detach, "is left out: the gradient goes through"),
     # Functions of each element
     Operator("floor_divide", index_forms.floor_divide, "rounds towards zero"),
     Operator("floor_divide", TORCH, "rounds towards zero", _has_float),
@@ -130,11 +136,13 @@ OPERATORS = (
     Operator("nan_to_num", TORCH, "as `addcmul`", _is_number),
     Operator("one_hot", TORCH, "of a number: ORT's shape inference ends", _is_number),
     Operator(
-        "clamp", exact_forms.clamp, "its gradient is a product, in which infinity becomes nan"
+        "clamp", elementwise_forms.clamp, "its gradient is a product, in which infinity becomes nan"
     ),
-    Operator("clamp_min", exact_forms.clamp_min, "as `clamp`"),
-    Operator("clamp_max", exact_forms.clamp_max, "as `clamp`"),
-    Operator("gelu", exact_forms.gelu, "of bfloat16: no kernel; its tanh form: ten operators"),
+    Operator("clamp_min", elementwise_forms.clamp_min, "as `clamp`"),
+    Operator("clamp_max", elementwise_forms.clamp_max, "as `clamp`"),
+    Operator(
+        "gelu", elementwise_forms.gelu, "of bfloat16: no kernel; its tanh form: ten operators"
+    ),
     Operator("relu6", TORCH, "has a gradient at its bounds"),
     Operator("hardtanh", TORCH, "has a gradient at its bounds"),
     Operator(
@@ -145,9 +153,9 @@ OPERATORS = (
     Operator("log_sigmoid", TORCH, "the logarithm of a sigmoid that is 0 from -88 on"),
     Operator("bernoulli", TORCH, "is 1 with the probability of 0"),
     # Sums, norms, distances, losses
-    Operator("std", exact_forms.rooted("std"), "of equal numbers: a gradient of nan"),
-    Operator("std_mean", exact_forms.rooted("std_mean"), "as `std`"),
-    Operator("frobenius_norm", exact_forms.rooted("frobenius_norm"), "of zeros: a gradient of nan"),
+    Operator("std", norm_forms.rooted("std"), "of equal numbers: a gradient of nan"),
+    Operator("std_mean", norm_forms.rooted("std_mean"), "as `std`"),
+    Operator("frobenius_norm", norm_forms.rooted("frobenius_norm"), "of zeros: a gradient of nan"),
     Operator("linalg_vector_norm", TORCH, "of other orders: nan at zero", _has_rare_order),
     Operator("cdist", TORCH, "nan behind equal vectors"),
     Operator("cosine_similarity", TORCH, "nan behind vanishing vectors; a dimension too many"),
@@ -161,7 +169,7 @@ OPERATORS = (
         attention_forms.attention,
         "dropout without a mask; rows of nan",
     ),
-    Operator("layer_norm", exact_forms.layer_norm, "without a bias: a wrong gradient"),
+    Operator("layer_norm", norm_forms.layer_norm, "without a bias: a wrong gradient"),
     Operator("embedding_bag", TORCH, "other sums"),
     *(
         Operator(name, TORCH, "without a batch: ORT's shape inference ends", _is_unbatched)

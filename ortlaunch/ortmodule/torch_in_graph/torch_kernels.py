@@ -19,7 +19,7 @@ from ortlaunch.ortmodule.base.graph import replace_nodes
 from ortlaunch.ortmodule.base.patching import wrap_method
 from ortlaunch.ortmodule.base.settings import Settings, settings_of
 from ortlaunch.ortmodule.base.source_guard import TRAINING, owner
-from ortlaunch.ortmodule.torch_in_graph import attention, dropout, norms, own_operators
+from ortlaunch.ortmodule.torch_in_graph import attention, dropout, own_operators, rms_norm_gradient
 
 if TYPE_CHECKING:
     import onnx
@@ -406,8 +406,8 @@ def _rms_norm_gradient(graph: Rewriting, node: onnx.NodeProto) -> bool:
     last = _attributes(node).get("axis", -1) in (-1, (graph.rank(x) or 0) - 1)
     if not (last and graph.rank(scale) == 1 and len(node.output) == 2 and all(node.output)):
         return False
-    norms.define_operators()
-    graph.call(norms.BACKWARD, [*node.input], node.output)
+    rms_norm_gradient.define_operators()
+    graph.call(rms_norm_gradient.BACKWARD, [*node.input], node.output)
     return True
 
 

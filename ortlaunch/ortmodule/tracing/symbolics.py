@@ -109,3 +109,9 @@ def constants(value: Any) -> list[float]:
         number for one in found for number in (one if isinstance(one, (list, tuple)) else [one])
     ]
     return [float(number) for number in flat if isinstance(number, (int, float))]
+
+
+def form_of_torch(name: str, opset: int) -> Form:
+    """Return torch's own form of an operator, of an opset."""
+    form: Form = getattr(importlib.import_module(f"torch.onnx.symbolic_opset{opset}"), name)
+    return form

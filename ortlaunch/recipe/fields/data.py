@@ -1,6 +1,6 @@
 """The recipe's section `data`: the sources of samples, and the processing of text.
 
-The docstring under each field is the manual, as in models.py.
+The docstring under each field is the manual, as in recipe.py.
 """
 
 from __future__ import annotations

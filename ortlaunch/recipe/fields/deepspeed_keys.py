@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ortlaunch.recipe.fields.models import Recipe, Zero
+from ortlaunch.recipe.fields.recipe import Recipe
+from ortlaunch.recipe.fields.zero import Zero
 from ortlaunch.recipe.text.place import Problem
 from ortlaunch.recipe.text.words import closest
 

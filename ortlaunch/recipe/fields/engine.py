@@ -1,6 +1,6 @@
 """The recipe's section `engine`: the engine that runs the model, and every setting of ONNX Runtime.
 
-The docstring under each field is the manual, as in models.py. Imports pydantic only.
+The docstring under each field is the manual, as in recipe.py. Imports pydantic only.
 """
 
 from __future__ import annotations

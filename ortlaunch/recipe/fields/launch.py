@@ -1,6 +1,6 @@
 """The recipe's section `launch`: the hosts and processes of a run.
 
-The docstring under each field is the manual, as in models.py. Imports pydantic only.
+The docstring under each field is the manual, as in recipe.py. Imports pydantic only.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ortlaunch.recipe.fields.deepspeed_keys import SETTINGS
 from ortlaunch.recipe.fields.families import CONFIG_FIELDS
-from ortlaunch.recipe.fields.fields import below, everywhere, names_in, section_at
+from ortlaunch.recipe.fields.field_lookup import below, everywhere, names_in, section_at
 from ortlaunch.recipe.hints.keys_of_other_tools import FOREIGN
 from ortlaunch.recipe.text.place import KeyPath, dotted, keys
 from ortlaunch.recipe.text.words import likeness, normal

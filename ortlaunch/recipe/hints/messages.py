@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic_core import ErrorDetails
 
-from ortlaunch.recipe.fields.fields import choices, description, is_required, takes_null
+from ortlaunch.recipe.fields.field_lookup import choices, description, is_required, takes_null
 from ortlaunch.recipe.text.place import KeyPath, dotted
 from ortlaunch.recipe.text.tree import Tree
 from ortlaunch.recipe.text.words import closest

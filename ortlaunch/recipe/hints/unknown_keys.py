@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from pydantic import BaseModel
 
-from ortlaunch.recipe.fields.fields import (
+from ortlaunch.recipe.fields.field_lookup import (
     field_of,
     is_required,
     items_in,
@@ -19,7 +19,7 @@ from ortlaunch.recipe.fields.fields import (
     section_at,
     takes_null,
 )
-from ortlaunch.recipe.fields.models import Recipe
+from ortlaunch.recipe.fields.recipe import Recipe
 from ortlaunch.recipe.hints.did_you_mean import Advice, advise
 from ortlaunch.recipe.text.place import KeyPath, Line, dotted
 from ortlaunch.recipe.text.tree import Tree

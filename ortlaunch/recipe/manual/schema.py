@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ortlaunch.recipe.fields.fields import manual
-from ortlaunch.recipe.fields.models import Recipe
+from ortlaunch.recipe.fields.field_lookup import manual
+from ortlaunch.recipe.fields.recipe import Recipe
 
 # `extends` is read before validation, and so it is no field of the model.
 _EXTENDS = {

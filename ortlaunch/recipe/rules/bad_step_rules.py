@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ortlaunch.recipe.fields.models import Recipe, Train
+from ortlaunch.recipe.fields.recipe import Recipe
+from ortlaunch.recipe.fields.train import Train
 from ortlaunch.recipe.text.place import Problem
 
 # field -> the action whose repetitions it limits.

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ortlaunch.evaluation_metrics import measures_of, metrics_of
 from ortlaunch.recipe.fields.best import DirectedMetric
-from ortlaunch.recipe.fields.models import Recipe
+from ortlaunch.recipe.fields.recipe import Recipe
 from ortlaunch.recipe.fields.sweep import Search
 from ortlaunch.recipe.text.place import Problem
 

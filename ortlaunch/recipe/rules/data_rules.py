@@ -14,8 +14,8 @@ from ortlaunch.recipe.fields.data import (
     is_custom,
     uses_template,
 )
-from ortlaunch.recipe.fields.models import Recipe
 from ortlaunch.recipe.fields.prompts import PLACE_NAMES, PLACES, PROMPTS, PromptTemplate
+from ortlaunch.recipe.fields.recipe import Recipe
 from ortlaunch.recipe.fields.section import DOES_NOTHING, MOST, chosen
 from ortlaunch.recipe.rules.model_rules import function
 from ortlaunch.recipe.text.place import Problem

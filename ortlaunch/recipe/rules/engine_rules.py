@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from ortlaunch.recipe.fields.models import Recipe
 from ortlaunch.recipe.fields.ort_variables import contradictions
+from ortlaunch.recipe.fields.recipe import Recipe
 from ortlaunch.recipe.fields.section import chosen
 from ortlaunch.recipe.rules.model_rules import function
 from ortlaunch.recipe.rules.parity import compared_steps

@@ -10,7 +10,7 @@ from ortlaunch.launchers import LAUNCHERS
 from ortlaunch.recipe.text.place import SECRET, Problem
 
 if TYPE_CHECKING:
-    from ortlaunch.recipe.fields.models import Recipe
+    from ortlaunch.recipe.fields.recipe import Recipe
 
 # Variables that the launcher itself sets for every rank.
 _RANK_VARIABLES = (

@@ -14,7 +14,8 @@ from ortlaunch.recipe.fields.families import (
     complete,
     known_fields,
 )
-from ortlaunch.recipe.fields.models import Model, Recipe
+from ortlaunch.recipe.fields.model import Model
+from ortlaunch.recipe.fields.recipe import Recipe
 from ortlaunch.recipe.fields.section import MOST
 from ortlaunch.recipe.text.place import Problem
 from ortlaunch.recipe.text.words import closest

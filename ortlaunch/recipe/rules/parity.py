@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ortlaunch.recipe.fields.families import FAMILIES
-from ortlaunch.recipe.fields.models import Recipe
 from ortlaunch.recipe.fields.pretrained import config_of
+from ortlaunch.recipe.fields.recipe import Recipe
 
 
 class Compared(NamedTuple):

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from ortlaunch.optimizers import OPTIMIZERS
 from ortlaunch.recipe.fields.deepspeed_keys import deepspeed_rules
-from ortlaunch.recipe.fields.models import Recipe
 from ortlaunch.recipe.fields.optimizer import Optimizer
+from ortlaunch.recipe.fields.recipe import Recipe
 from ortlaunch.recipe.fields.section import DOES_NOTHING, chosen
 from ortlaunch.recipe.rules.bad_step_rules import bad_step_rules
 from ortlaunch.recipe.rules.best_rules import best_rules

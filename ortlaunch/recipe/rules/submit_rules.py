@@ -10,7 +10,7 @@ from ortlaunch.errors import CONTROL
 from ortlaunch.recipe.text.place import SECRET, Problem
 
 if TYPE_CHECKING:
-    from ortlaunch.recipe.fields.models import Recipe
+    from ortlaunch.recipe.fields.recipe import Recipe
 
 # A shell line that sets a variable: `X=1`, `export X=1` or `declare -x X=1`.
 _EXPORT = re.compile(r"\s*(?:export\s+|declare\s+-x\s+)?([A-Za-z_][A-Za-z0-9_]*)=")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,11 +20,11 @@ from ortlaunch.run_folder.folder import (
     RunDir,
     read_json,
     write_json,
-    write_text,
 )
 from ortlaunch.run_folder.origin import ORIGIN
 from ortlaunch.units import human
-from ortlaunch.worker.checkpoint.manifest import File, flushed, joined, manifest_of, newest, sum_of
+from ortlaunch.worker.checkpoint.complete import complete
+from ortlaunch.worker.checkpoint.manifest import File, flushed, joined, manifest_of, newest
 from ortlaunch.worker.checkpoint.snapshot import Snapshot, take
 from ortlaunch.worker.engine.stepping import Stepper
 from ortlaunch.worker.process_group.distributed import DistributedContext
@@ -98,7 +97,7 @@ def write(
     files = joined(group.gather(json.dumps(files)))
     with _agreed(run, group, partial):
         if group.rank == 0:
-            _complete(run, step, manifest_of(step, samples, group.size, files))
+            complete(run, step, manifest_of(step, samples, group.size, files))
     return folder
 
 
@@ -158,26 +157,3 @@ def _require_room(run: RunDir) -> None:
 
 def _files_in(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-
-
-def _complete(run: RunDir, step: int, manifest: dict[str, object]) -> None:
-    """Rename the folder and write its mark, in this order also on the disk."""
-    folder = run.checkpoint(step)
-    partial = run.partial(step)
-    write_json(partial / MANIFEST, manifest)
-    # The names in a folder are flushed apart from the files' contents.
-    for inside in (partial, *(path for path in partial.rglob("*") if path.is_dir())):
-        _flush_folder(inside)
-    os.replace(partial, folder)
-    write_text(folder / COMPLETE, f"{sum_of(folder / MANIFEST)}\n")
-    _flush_folder(folder)
-    _flush_folder(run.checkpoints)
-
-
-def _flush_folder(folder: Path) -> None:
-    """Flush a folder's names to the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    # Not all file systems support this.
-    with contextlib.suppress(OSError):
-        os.fsync(handle)
-    os.close(handle)

@@ -9,12 +9,11 @@ import re
 from pathlib import Path
 
 from ortlaunch.errors import CheckpointError
-from ortlaunch.run_folder.folder import COMPLETE, MANIFEST, RunDir, read_json
-from ortlaunch.worker.checkpoint.manifest import File, newest, sum_of, sum_up
+from ortlaunch.run_folder.folder import MANIFEST, RunDir, read_json
+from ortlaunch.worker.checkpoint.complete import ABSENT, damage_of_mark
+from ortlaunch.worker.checkpoint.manifest import File, newest, sum_up
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
-# Errors that prove a file missing. Other read errors prove nothing about the file.
-_ABSENT = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 # Set aside as step_N.broken, step_N.broken1 and so on.
 _ASIDE = re.compile(r"step_(\d+)\.broken\d*")
 
@@ -103,7 +102,7 @@ def damage(folder: Path, group: DistributedContext) -> str:
     try:
         mine = (
             [wrong]
-            if (wrong := _damage_of_manifest(folder))
+            if (wrong := damage_of_mark(folder))
             else _damage_of_files(folder, group.rank, group.size)
         )
     except OSError as error:
@@ -127,17 +126,6 @@ def _damage_of_files(folder: Path, rank: int, ranks: int) -> list[str]:
     ]
 
 
-def _damage_of_manifest(folder: Path) -> str:
-    try:
-        # COMPLETE holds the manifest's checksum, so it also protects the manifest.
-        whole = (folder / COMPLETE).read_text(encoding="utf-8").strip() == str(
-            sum_of(folder / MANIFEST)
-        )
-    except (*_ABSENT, ValueError) as error:
-        return f"{MANIFEST} or {COMPLETE} cannot be read: {error}"
-    return "" if whole else f"{MANIFEST} differs from the file that was saved"
-
-
 def _difference(path: Path, file: File) -> str:
     try:
         with open(path, "rb") as opened:
@@ -150,7 +138,7 @@ def _difference(path: Path, file: File) -> str:
                 if sum_up(opened) == file["crc32"]
                 else f"{path.name} differs from the file that was saved"
             )
-    except _ABSENT as error:
+    except ABSENT as error:
         return f"{path.name}: {error.strerror}"
 
 

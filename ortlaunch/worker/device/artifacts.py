@@ -20,7 +20,7 @@ import torch
 from ortlaunch.errors import EngineError, InputError
 from ortlaunch.recipe import Recipe, to_yaml
 from ortlaunch.recipe.fields.engine import Engine
-from ortlaunch.recipe.fields.models import Batch as BatchSizes
+from ortlaunch.recipe.fields.recipe import Batch as BatchSizes
 from ortlaunch.run_folder.device_folder import DeviceFolder
 from ortlaunch.run_folder.export_records import DeviceArtifacts, DeviceParameter
 from ortlaunch.run_folder.folder import write_json, write_text

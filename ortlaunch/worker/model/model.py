@@ -19,7 +19,7 @@ from ortlaunch.launch_plan import Plan
 from ortlaunch.model_tasks import MODEL_TASKS
 from ortlaunch.planning.memory import padded_vocabulary
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.fields.models import Lora
+from ortlaunch.recipe.fields.model import Lora
 from ortlaunch.recipe.text.words import closest
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker.data import LoadedData, call

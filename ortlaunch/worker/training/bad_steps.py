@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ortlaunch.errors import BadStepError, CheckpointError, LossSpikeError
-from ortlaunch.recipe.fields.models import Spike
+from ortlaunch.recipe.fields.train import Spike
 from ortlaunch.recipe.rules.bad_step_rules import actions
 from ortlaunch.run_folder.folder import json_text, write_text
 from ortlaunch.run_folder.lines import append_line

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ortlaunch.planning.deepspeed_config import deepspeed_config
-from ortlaunch.recipe.fields.models import Zero
+from ortlaunch.recipe.fields.zero import Zero
 from tests.makers import host, plan, recipe
 
 # DeepSpeed 0.19's names. A large steps_per_print suppresses its output.

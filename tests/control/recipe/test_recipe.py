@@ -10,8 +10,8 @@ import yaml
 from ortlaunch.errors import RecipeError
 from ortlaunch.recipe import load, parse_resolved, to_yaml
 from ortlaunch.recipe.fields.data import Corpus, TokenizerTraining
-from ortlaunch.recipe.fields.fields import names_in, section_at
-from ortlaunch.recipe.fields.models import Recipe
+from ortlaunch.recipe.fields.field_lookup import names_in, section_at
+from ortlaunch.recipe.fields.recipe import Recipe
 from ortlaunch.recipe.hints.keys_of_other_tools import FOREIGN
 from ortlaunch.recipe.hints.messages import EXAMPLES
 from ortlaunch.recipe.rules.rules import device_rules

@@ -15,7 +15,7 @@ import pytest
 
 from ortlaunch.planning.memory import estimate
 from ortlaunch.recipe import Recipe, load
-from ortlaunch.recipe.fields.fields import _paths, models_in, section_at
+from ortlaunch.recipe.fields.field_lookup import _paths, models_in, section_at
 from ortlaunch.recipe.manual.reference import markdown
 from ortlaunch.recipe.manual.schema import json_schema
 from ortlaunch.recipe.rules.resume_rules import RULES

@@ -15,7 +15,7 @@ from torch import nn
 
 from ortlaunch.ortmodule import Settings
 from ortlaunch.ortmodule.base.counters import tally
-from ortlaunch.ortmodule.torch_in_graph import norms, own_operators, torch_kernels
+from ortlaunch.ortmodule.torch_in_graph import own_operators, rms_norm_gradient, torch_kernels
 from ortlaunch.ortmodule.tracing import cross_entropy
 from ortlaunch.ortmodule.witness import Witness
 from tests.ort import needs_ort
@@ -308,7 +308,7 @@ def test_torchs_kernels_compute_gated_layers(witness: Witness) -> None:
         graph = witness.graphs[-1]
         assert graph.aten["silu"] == graph.aten["silu_backward"] == ours
         assert graph.forward["QuickGelu"] == graph.backward["QuickGeluGrad"] == 2 - ours
-        assert graph.aten[norms.BACKWARD] == 2
+        assert graph.aten[rms_norm_gradient.BACKWARD] == 2
         assert not graph.backward["SimplifiedLayerNormalizationGrad"]
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from ortlaunch.errors import InputError
 from ortlaunch.planning.memory import estimate
-from ortlaunch.recipe.fields.models import Lora
+from ortlaunch.recipe.fields.model import Lora
 from ortlaunch.recipe.rules.rules import broken, device_rules
 from ortlaunch.worker.model.model import LossModule, _checkpoint_gradients, _with_adapters
 from tests.makers import bert, recipe

@@ -11,7 +11,7 @@ from torch import nn
 
 from ortlaunch.ortmodule.base.graph import size
 from ortlaunch.ortmodule.witness import Witness
-from ortlaunch.recipe.fields.models import Lora
+from ortlaunch.recipe.fields.model import Lora
 from ortlaunch.worker.model.model import LossModule, _checkpoint_gradients, _with_adapters
 from tests.ort import needs_ort
 from tests.ortmodule.modules import language_model, same, wrapped

@@ -18,7 +18,7 @@ from torch import nn
 from ortlaunch.errors import LossSpikeError, NonFiniteError
 from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.rank import Rank
-from ortlaunch.recipe.fields.models import Spike
+from ortlaunch.recipe.fields.train import Spike
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker.checkpoint import saving as savings
 from ortlaunch.worker.data import Batches, OwnSamples, collate

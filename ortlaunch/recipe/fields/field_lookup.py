@@ -4,27 +4,15 @@ from __future__ import annotations
 
 import ast
 import functools
-import inspect
 import typing
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from ortlaunch.recipe.fields import (
-    best,
-    data,
-    engine,
-    launch,
-    models,
-    optimizer,
-    prompts,
-    schedule,
-    submit,
-    sweep,
-)
-from ortlaunch.recipe.fields.models import Recipe
+from ortlaunch.recipe.fields.recipe import Recipe
 from ortlaunch.recipe.fields.section import NameIn
 from ortlaunch.recipe.text.place import KeyPath, dotted
 
@@ -147,17 +135,17 @@ def manual() -> dict[tuple[str, str], str]:
     found = dict[tuple[str, str], str]()
     # Python keeps no docstring of a field: the sources are parsed. Cached, because only error
     # messages and `ortlaunch schema` need it.
-    modules = (best, models, optimizer, data, prompts, engine, launch, schedule, submit, sweep)
-    sources = [ast.parse(inspect.getsource(module)) for module in modules]
-    for section in (
-        node for source in sources for node in source.body if isinstance(node, ast.ClassDef)
-    ):
-        for base in section.bases:
-            found |= {
-                (section.name, name): text
-                for (owner, name), text in found.items()
-                if owner == ast.unparse(base)
-            }
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    sources = [ast.parse(file.read_text(encoding="utf-8")) for file in files]
+    classes = [node for each in sources for node in each.body if isinstance(node, ast.ClassDef)]
+    for section in classes:
+        bases = [ast.unparse(base) for base in section.bases]
+        # Other tables of these files.
+        if "NamedTuple" in bases:
+            continue
+        found |= {
+            (section.name, name): text for (owner, name), text in found.items() if owner in bases
+        }
         for above, text in zip(section.body, section.body[1:]):
             if (
                 isinstance(above, ast.AnnAssign)

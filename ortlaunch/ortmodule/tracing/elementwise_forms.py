@@ -1,4 +1,4 @@
-"""ONNX forms with torch's values and gradients, for operators whose exported forms differ."""
+"""ONNX forms of elementwise operators: clamp, GELU, casts and `detach`, as torch computes them."""
 
 from __future__ import annotations
 
@@ -9,21 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.onnx import symbolic_helper
 
-from ortlaunch.ortmodule.tracing.symbolics import (
-    Form,
-    GraphWriter,
-    forms_of_ort,
-    number_like,
-    type_of,
-)
+from ortlaunch.ortmodule.tracing.symbolics import Form, GraphWriter, form_of_torch, type_of
 
 if TYPE_CHECKING:
     from torch.onnx._internal.torchscript_exporter.jit_utils import GraphContext
-
-
-def _form_of_torch(name: str, opset: int) -> Form:
-    form: Form = getattr(importlib.import_module(f"torch.onnx.symbolic_opset{opset}"), name)
-    return form
 
 
 def clamp(g: GraphContext, x: Any, low: Any, high: Any) -> Any:
@@ -63,35 +52,7 @@ def gelu(g: GraphContext, x: Any, approximate: Any) -> Any:
         return g.op("com.microsoft::Gelu", x)
     if (dtype, how) == (torch.float32, "tanh"):
         return g.op("com.microsoft::FastGelu", x)
-    return _form_of_torch("gelu", 9)(g, x, approximate)
-
-
-def layer_norm(g: GraphContext, x: Any, sizes: Any, weight: Any, bias: Any, *others: Any) -> Any:
-    """Write a LayerNorm that has weights and no bias with a bias of zeros.
-
-    ORT's gradient without a bias is wrong. The zeros are computed, as 0 * weight: the exporter
-    shares a constant between norms, and ORT would give two gradients the same name.
-    """
-    if symbolic_helper._is_none(bias) and not symbolic_helper._is_none(weight):
-        bias = g.op("Mul", weight, number_like(g, 0.0, weight))
-    return forms_of_ort()["aten::layer_norm"](g, x, sizes, weight, bias, *others)
-
-
-def rooted(name: str) -> Form:
-    """Return torch's form of an operator with a square root whose gradient at zero is zero."""
-
-    def symbolic(g: GraphContext, *args: Any) -> Any:
-        def root(square: Any) -> Any:
-            zero = number_like(g, 0.0, square)
-            nothing = g.op("Equal", square, zero)
-            # Where the square is 0 the root is taken of 1: the root's infinite gradient times
-            # Where's 0 would be nan.
-            safe = g.op("Where", nothing, number_like(g, 1.0, square), square)
-            return g.op("Where", nothing, zero, g.op("Sqrt", safe))
-
-        return _form_of_torch(name, 9)(GraphWriter(g, {"Sqrt": root}), *args)
-
-    return symbolic
+    return form_of_torch("gelu", 9)(g, x, approximate)
 
 
 def casting(name: str, opset: int) -> Form:
@@ -105,7 +66,7 @@ def casting(name: str, opset: int) -> Form:
             same = known != JitScalarType.UNDEFINED and int(known.onnx_type()) == int(to_i)
             return value if same else g.op("Cast", value, to_i=to_i)
 
-        return _form_of_torch(name, opset)(GraphWriter(g, {"Cast": cast}), *args)
+        return form_of_torch(name, opset)(GraphWriter(g, {"Cast": cast}), *args)
 
     return symbolic
 

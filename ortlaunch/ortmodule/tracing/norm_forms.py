@@ -1,0 +1,46 @@
+"""ONNX forms of LayerNorm, standard deviation and norm, with torch's gradients."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.onnx import symbolic_helper
+
+from ortlaunch.ortmodule.tracing.symbolics import (
+    Form,
+    GraphWriter,
+    form_of_torch,
+    forms_of_ort,
+    number_like,
+)
+
+if TYPE_CHECKING:
+    from torch.onnx._internal.torchscript_exporter.jit_utils import GraphContext
+
+
+def layer_norm(g: GraphContext, x: Any, sizes: Any, weight: Any, bias: Any, *others: Any) -> Any:
+    """Write a LayerNorm that has weights and no bias with a bias of zeros.
+
+    ORT's gradient without a bias is wrong. The zeros are computed, as 0 * weight: the exporter
+    shares a constant between norms, and ORT would give two gradients the same name.
+    """
+    if symbolic_helper._is_none(bias) and not symbolic_helper._is_none(weight):
+        bias = g.op("Mul", weight, number_like(g, 0.0, weight))
+    return forms_of_ort()["aten::layer_norm"](g, x, sizes, weight, bias, *others)
+
+
+def rooted(name: str) -> Form:
+    """Return torch's form of an operator with a square root whose gradient at zero is zero."""
+
+    def symbolic(g: GraphContext, *args: Any) -> Any:
+        def root(square: Any) -> Any:
+            zero = number_like(g, 0.0, square)
+            nothing = g.op("Equal", square, zero)
+            # Where the square is 0 the root is taken of 1: the root's infinite gradient times
+            # Where's 0 would be nan.
+            safe = g.op("Where", nothing, number_like(g, 1.0, square), square)
+            return g.op("Where", nothing, zero, g.op("Sqrt", safe))
+
+        return form_of_torch(name, 9)(GraphWriter(g, {"Sqrt": root}), *args)
+
+    return symbolic

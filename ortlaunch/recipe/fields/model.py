@@ -1,0 +1,87 @@
+"""The section `model` of a recipe: what is trained, and which of its weights."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from ortlaunch.model_tasks import MODEL_TASKS, ModelTask
+from ortlaunch.recipe.fields.section import Decay, NameIn, OneOrMore, Positive, Section, Text, Words
+
+
+class Lora(Section):
+    """Low-rank adapters (peft): the base weights stay frozen."""
+
+    r: Positive = 8
+    """Rank of the update matrices."""
+    alpha: Annotated[float, Field(gt=0)] = 32
+    """Scale: the update is multiplied by alpha / r."""
+    dropout: Decay = 0.0
+    """Dropout before the adapters."""
+    target_modules: OneOrMore = ("q_proj", "v_proj")
+    """Names of the linear layers that get an adapter; `all-linear`: all but the head."""
+    target_parameters: Words = ()
+    """More weights that get an adapter, by the end of their names, for experts that a model has in
+    one tensor, as `experts.gate_up_proj`. Not with engine ort, and with `dropout` 0."""
+    modules_to_save: Words = ()
+    """Modules that are trained whole beside the adapters, as [embed_tokens, lm_head], and saved
+    and exported with them."""
+    merge: bool = True
+    """Export the whole model with the adapters merged into its weights; false: only the adapters,
+    in peft's format. Checkpoints contain only the adapters in any case."""
+
+
+class Model(Section):
+    """Model that is trained."""
+
+    task: Annotated[str, NameIn(MODEL_TASKS)]
+    """`pretraining` is BERT's: masked words and next sentence. `sequence-classification`: a class
+    for a text; `sequence-regression`: a number; `token-classification`: a class for each word.
+    `image-classification` and `speech-seq2seq` are for custom data, whose samples have
+    `pixel_values` or `input_features`, and `labels`.
+    `custom` and `lightning` (a LightningModule) require `factory`."""
+    pretrained: Text | None = None
+    """Local folder or hub id of a transformers model to start from, with a commit, a tag or a branch
+    as `owner/name@revision`; null: random weights from `config`."""
+    config: dict[str, Any] | None = None
+    """Fields of the transformers config, `model_type` first. With `pretrained`: fields to change;
+    its vocabulary is resized to another `vocab_size`, with new words initialized near the mean of
+    the others."""
+    allow_partial: bool = False
+    """Start from `pretrained` even if some of its weights have no counterpart in the model, or if
+    some of the model's weights are missing in it and start at random. False: only a head that is
+    new for the task, or has another number of labels, may start at random or be left out."""
+    factory: Text | None = None
+    """`package.module:function` that returns the model when task is custom; its forward accepts a
+    batch's keys and returns the loss (or an object, mapping or tuple that contains it). For task
+    lightning it returns a LightningModule, or is its class: its training_step and validation_step
+    run (docs/lightning.md). The module may be in the recipe's folder."""
+    arguments: dict[str, Any] = {}
+    """Keyword arguments for `factory`."""
+    attention: Literal["auto", "eager", "sdpa"] = "auto"
+    """Attention implementation in transformers. `auto`: sdpa for the models that have it, but eager
+    with `engine.efficient_attention` or `engine.flash_attention`, which replace attention that the
+    model computes step by step."""
+    gradient_checkpointing: bool = False
+    """Keep only each layer's input and compute the layer again in the backward pass, on every
+    engine: transformers' own, not reentrant, on eager and inductor; ONNX Runtime's recomputation
+    (`engine.memory_optimization: 1`) on ort. Saves most of the activations, costs about a forward
+    pass, a quarter to a third of a step; for models that do not fit otherwise. A custom model must
+    have a method `gradient_checkpointing_enable`, which is called."""
+    offload_activations: bool = False
+    """Keep the tensors that wait for the backward pass in host memory: less GPU memory, for the
+    time of two copies. With `gradient_checkpointing` these are the inputs of the layers. For engine
+    eager on GPUs; the values are the same."""
+    freeze: OneOrMore | None = None
+    """Patterns of parameter names, in which `*` matches any text, as `*.embeddings.*`: these
+    parameters are not trained. A pattern that begins with `!` makes an exception to those before
+    it: `["*", "!classifier.*"]` trains the classifier alone. A pattern that matches no parameter is
+    an error."""
+    lora: Lora | None = None
+    """Train low-rank adapters instead of all weights (needs the extra `lora`)."""
+
+    @property
+    def traits(self) -> ModelTask:
+        """The task's row in the table of tasks."""
+        return MODEL_TASKS[self.task]

@@ -1,0 +1,88 @@
+"""A recipe: one frozen model for each section, in the file of its name.
+
+The docstring under each field is the manual; error messages and `ortlaunch schema` read it on
+demand (`field_lookup.manual`), not pydantic at every start. Imports pydantic only, so that
+`--help`, `validate` and `plan` stay fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated
+
+from pydantic import Field, PrivateAttr
+
+from ortlaunch.precisions import PRECISIONS, Precision
+from ortlaunch.recipe.fields.checkpoint import Checkpoint
+from ortlaunch.recipe.fields.data import Data
+from ortlaunch.recipe.fields.engine import Engine
+from ortlaunch.recipe.fields.launch import Launch
+from ortlaunch.recipe.fields.log import Log
+from ortlaunch.recipe.fields.model import Model
+from ortlaunch.recipe.fields.optimizer import Optimizer
+from ortlaunch.recipe.fields.schedule import Schedule
+from ortlaunch.recipe.fields.section import NameIn, Positive, PositiveOrAuto, Section
+from ortlaunch.recipe.fields.submit import Submit
+from ortlaunch.recipe.fields.sweep import Search
+from ortlaunch.recipe.fields.train import Train
+from ortlaunch.recipe.fields.zero import Zero
+
+
+class Batch(Section):
+    """global_size = micro_size x accumulation_steps x data-parallel ranks."""
+
+    global_size: Positive | None = None
+    """Samples of an optimizer step, over all ranks. Give two of the three fields, or global_size
+    alone (accumulation_steps is 1 then)."""
+    micro_size: PositiveOrAuto | None = None
+    """Samples of one forward and backward pass of a rank. `auto`: the largest number that fits into
+    memory, measured before the run (seconds for each try); `global_size` is kept by accumulation,
+    so give it, and no accumulation_steps. The result is in the run folder's recipe.yaml, the tries
+    are in its micro_size.json."""
+    accumulation_steps: Positive | None = None
+    """Forward and backward passes of each rank before an optimizer step."""
+
+
+class Recipe(Section):
+    """One training run."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
+    """Name of the run: at most 100 letters, digits, `.`, `_` and `-`."""
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 42
+    """Seeds weights, masking, order and dropout."""
+    model: Model
+    data: Data
+    batch: Batch
+    optimizer: Optimizer
+    schedule: Schedule = Schedule()
+    precision: Annotated[str, NameIn(PRECISIONS)] = "fp32"
+    """Number format of the passes; weights keep a float32 copy."""
+    engine: Engine = Engine()
+    zero: Zero | None = None
+    train: Train
+    checkpoint: Checkpoint = Checkpoint()
+    launch: Launch = Launch()
+    submit: Submit = Submit()
+    log: Log = Log()
+    sweep: Search | None = None
+    """A search over fields of this recipe, for `ortlaunch sweep`; null: none."""
+    # Folder of the file from which the Python API loaded it: the user's own modules are there.
+    _folder: str = PrivateAttr("")
+
+    def sweep_lines(self) -> list[str]:
+        """Return the sweep as lines for a person; none without one."""
+        return [] if self.sweep is None else self.sweep.lines(self.train.max_steps)
+
+    def epoch_intervals(self) -> Iterator[tuple[str, float]]:
+        """Yield the intervals that are given in epochs, by their names in steps.json."""
+        for name, every in (
+            ("evaluated_every", self.train.evaluate_every_epochs),
+            ("saved_every", self.checkpoint.every_epochs),
+        ):
+            if every is not None:
+                yield name, every
+
+    @property
+    def format(self) -> Precision:
+        """The precision's row in the table of precisions."""
+        return PRECISIONS[self.precision]

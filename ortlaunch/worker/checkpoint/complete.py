@@ -1,0 +1,51 @@
+"""The mark of a complete checkpoint: the file COMPLETE, which is written last, and its check.
+
+It holds the checksum of the manifest, which has those of all other files (manifest.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+from ortlaunch.run_folder.folder import COMPLETE, MANIFEST, RunDir, write_json, write_text
+from ortlaunch.worker.checkpoint.manifest import sum_of
+
+# Errors that prove a file missing. Other read errors prove nothing about the file.
+ABSENT = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+
+
+def complete(run: RunDir, step: int, manifest: dict[str, object]) -> None:
+    """Rename the folder and write its mark, in this order also on the disk."""
+    folder = run.checkpoint(step)
+    partial = run.partial(step)
+    write_json(partial / MANIFEST, manifest)
+    # The names in a folder are flushed apart from the files' contents.
+    for inside in (partial, *(path for path in partial.rglob("*") if path.is_dir())):
+        _flush_folder(inside)
+    os.replace(partial, folder)
+    write_text(folder / COMPLETE, f"{sum_of(folder / MANIFEST)}\n")
+    _flush_folder(folder)
+    _flush_folder(run.checkpoints)
+
+
+def _flush_folder(folder: Path) -> None:
+    """Flush a folder's names to the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    # Not all file systems support this.
+    with contextlib.suppress(OSError):
+        os.fsync(handle)
+    os.close(handle)
+
+
+def damage_of_mark(folder: Path) -> str:
+    """Return what is wrong with the mark or the manifest, or ""."""
+    try:
+        # COMPLETE holds the manifest's checksum, so it also protects the manifest.
+        whole = (folder / COMPLETE).read_text(encoding="utf-8").strip() == str(
+            sum_of(folder / MANIFEST)
+        )
+    except (*ABSENT, ValueError) as error:
+        return f"{MANIFEST} or {COMPLETE} cannot be read: {error}"
+    return "" if whole else f"{MANIFEST} differs from the file that was saved"
