@@ -8,7 +8,7 @@ the engines and must not import onnxruntime or deepspeed.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -59,17 +59,21 @@ def compare(
         DrawsNumbers: the model draws random numbers beside dropout, so that two passes differ.
     """
     model = reference.model if isinstance(reference, Replaying) else reference
-    names, parameters = zip(*((n, p) for n, p in model.named_parameters() if p.requires_grad))
+    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
     limits = PRECISIONS[precision]
-    device = parameters[0].device
+    device = next(iter(trained.values())).device
     tolerance = tolerance or limits.tolerance
     dtype = narrow_dtype_of(precision) if autocast else None
 
-    def passed(call: Callable[..., torch.Tensor], precisely: bool = False) -> Pass:
+    def passed(
+        call: Callable[..., torch.Tensor],
+        wanted: Mapping[str, nn.Parameter],
+        precisely: bool = False,
+    ) -> Pass:
         lowered = torch.autocast(device.type, dtype, enabled=dtype is not None)
         # The state is saved first, outside the casts, so that it is saved in its own precision.
         with _state_kept(model) as moved, lowered, in_float64(batch, precisely) as given:
-            loss, gradients = _derived(call, given, parameters, limits.scale)
+            loss, gradients = _derived(call, given, wanted, limits.scale)
         return Pass(loss, gradients, moved)
 
     devices = [device] if device.type == "cuda" else []
@@ -77,21 +81,27 @@ def compare(
     with torch.random.fork_rng(devices), without_dropout(reference), matmul_precision("highest"):
         before = _random_state(device)
         with _as_reference(model):
-            theirs = passed(reference.forward)
+            theirs = passed(reference.forward, trained)
         if not torch.equal(_random_state(device), before):
             raise DrawsNumbers
-        ours = passed(module)
-        found = compared(names, ours, theirs, limits)
+        ours = passed(module, trained)
+        found = compared(ours, theirs, limits)
         if limits.is_narrow or found.largest <= tolerance:
             return found
+        # Float64 takes twice the memory, so that only the gradients in question are kept and derived.
+        chosen = {each.name for each in found.gradients if each.value > tolerance}
+        ours = ours.with_gradients(chosen)
+        theirs = theirs.with_gradients(chosen)
         try:
             with _as_reference(model):
-                in_wide = passed(reference.forward, precisely=True)
+                wanted = {name: trained[name] for name in chosen}
+                in_wide = passed(reference.forward, wanted, precisely=True)
         # A model may fail in float64 for any reason; the comparison is then without this judgement.
         except Exception as error:
             return found._replace(not_judged=str(error) or type(error).__name__)
-        errors = compared(names, ours, in_wide, limits), compared(names, theirs, in_wide, limits)
-        return judged(found, *errors, tolerance)
+        norm = found.reference_norm
+        our, their = (compared(each, in_wide, limits, norm) for each in (ours, theirs))
+        return judged(found, our, their, tolerance)
 
 
 def compare_with_draws(
@@ -155,15 +165,18 @@ def _as_reference(model: nn.Module) -> Iterator[None]:
 def _derived(
     call: Callable[..., torch.Tensor],
     batch: dict[str, torch.Tensor],
-    parameters: Sequence[nn.Parameter],
+    parameters: Mapping[str, nn.Parameter],
     scale: float,
 ) -> tuple[float, Tensors]:
     """Return the loss and its gradients."""
     loss = loss_in(call(**batch))
+    if not parameters:
+        return float(loss.detach()), {}
     # backward() would run the hooks by which DistributedDataParallel and DeepSpeed get gradients.
-    return float(loss.detach()), torch.autograd.grad(
-        loss.float() * scale, parameters, allow_unused=True
+    gradients = torch.autograd.grad(
+        loss.float() * scale, tuple(parameters.values()), allow_unused=True
     )
+    return float(loss.detach()), dict(zip(parameters, gradients))
 
 
 def dropouts(model: nn.Module) -> list[tuple[object, str, float]]:

@@ -6,14 +6,14 @@ The tolerances are in the table of precisions. This module is independent of mod
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
 from ortlaunch.precisions import Precision
 
-Tensors = Sequence["torch.Tensor | None"]
+Tensors = Mapping[str, "torch.Tensor | None"]
 # A loss near zero has no useful relative difference. Losses of training are of order one.
 LEAST_LOSS = 1e-3
 
@@ -63,6 +63,11 @@ class Comparison(NamedTuple):
     """Why float64 could not show whether a difference is rounding; empty if it could."""
 
     @property
+    def reference_norm(self) -> float:
+        """The norm of all gradients of the reference."""
+        return math.hypot(*(each.reference_norm for each in self.gradients))
+
+    @property
     def gradient_difference(self) -> float:
         """The largest difference of a gradient; rounding does not count."""
         return _largest(self.gradients)
@@ -97,21 +102,34 @@ class Pass(NamedTuple):
     state: dict[str, torch.Tensor]
     """The changes of weights and buffers by the pass; only of those that it changed."""
 
+    def with_gradients(self, names: Collection[str]) -> Pass:
+        """Return the pass with some of its gradients."""
+        return self._replace(gradients={name: self.gradients[name] for name in names})
 
-def compared(names: Sequence[str], ours: Pass, theirs: Pass, limits: Precision) -> Comparison:
+
+def compared(
+    ours: Pass,
+    theirs: Pass,
+    limits: Precision,
+    reference_norm: float | None = None,
+) -> Comparison:
     """Return the differences between two passes.
 
     Args:
-        names: the names of the gradients, in their order.
         ours: the engine's pass.
         theirs: the reference's pass.
         limits: the precision of both.
+        reference_norm: of all gradients of the model; None: `theirs` has all of them.
     """
     loss_difference = abs(ours.loss - theirs.loss) / max(abs(theirs.loss), LEAST_LOSS)
-    gradients = _differences(names, ours.gradients, theirs.gradients, limits.floor, limits.scale)
+    if reference_norm is None:
+        reference_norm = _norm_of_all(theirs.gradients) / limits.scale
+    least = limits.floor * reference_norm * limits.scale
+    gradients = _differences(ours.gradients, theirs.gradients, least, limits.scale)
+    least = limits.floor * _norm_of_all(theirs.state)
     moved = sorted({*ours.state, *theirs.state})
-    our, their = ([each.state.get(name) for name in moved] for each in (ours, theirs))
-    state = _differences(moved, our, their, limits.floor)
+    our, their = ({name: each.state.get(name) for name in moved} for each in (ours, theirs))
+    state = _differences(our, their, least)
     return Comparison(ours.loss, theirs.loss, _or_infinite(loss_difference), gradients, state)
 
 
@@ -153,20 +171,26 @@ def judged(found: Comparison, ours: Comparison, theirs: Comparison, tolerance: f
 
 
 def _differences(
-    names: Sequence[str], ours: Tensors, theirs: Tensors, floor: float, scale: float = 1.0
+    ours: Tensors, theirs: Tensors, least: float, scale: float = 1.0
 ) -> tuple[Difference, ...]:
-    """Return the differences of all tensors, the largest first; None counts as zeros."""
-    norms = [_norm(tensor) for tensor in theirs]
-    # A tensor that is tiny beside all others is compared with this norm, not with its own.
-    least = floor * math.hypot(*norms)
+    """Return the differences of all tensors, the largest first; None counts as zeros.
+
+    least: a tensor that is tiny beside all others is compared with this norm, not with its own.
+    """
     found = []
-    for name, our, their, reference_norm in zip(names, ours, theirs, norms):
+    for name, our in ours.items():
+        their = theirs[name]
+        reference_norm = _norm(their)
         apart = _norm(our if their is None else their if our is None else exact(our) - exact(their))
         value = apart / (max(reference_norm, least) or math.ulp(0.0)) if apart else 0.0
         found.append(
             Difference(name, _or_infinite(value), _norm(our) / scale, reference_norm / scale)
         )
     return tuple(sorted(found, key=lambda difference: -difference.value))
+
+
+def _norm_of_all(tensors: Tensors) -> float:
+    return math.hypot(*map(_norm, tensors.values()))
 
 
 def _norm(tensor: torch.Tensor | None) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -303,6 +304,18 @@ def test_float64_tells_rounding_from_an_error(roundings: int, judgement: str) ->
     assert (found.largest > tolerance) == (judgement == "wrong")
     assert net.conv.bias.dtype == torch.float32
     assert torch.get_default_dtype() == torch.float32
+
+
+def test_float64_derives_only_the_gradients_in_question() -> None:
+    """The pass in float64 keeps no others: all of them take twice the bytes of the weights."""
+    net = BeforeNorm()
+    images = {"x": torch.randn(8, 3, 12, 12, generator=torch.Generator().manual_seed(1))}
+    with mock.patch.object(torch.autograd, "grad", wraps=torch.autograd.grad) as derive:
+        found = compare(net, off_by(net, 1.0), images)
+    assert [each.name for each in found.gradients if each.value > 1e-4] == ["conv.bias"]
+    derived = [len(call.args[1]) for call in derive.call_args_list]
+    # In float64 torch calls the function once more, by way of its mode.
+    assert (derived[:2], set(derived[2:])) == ([6, 6], {1})
 
 
 def test_an_engine_that_is_nearer_to_float64_is_right() -> None:
