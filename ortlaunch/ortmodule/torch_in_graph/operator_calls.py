@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +67,17 @@ class Call:
             f" at {file}:{line}" for file, line in places if not file.startswith(_NOT_THE_USERS)
         ]
         return users[0] if users else ""
+
+    def layer(self, paths: Iterable[str]) -> str:
+        """Return which of the paths is the layer that calls the operator; empty if unknown.
+
+        Equal layers are one pattern, with `*` in place of their numbers.
+        """
+        # torch gives the end of the path: its last name, and the numbers after it.
+        end = self._node.scopeName().rpartition("::")[2]
+        found = {path for path in paths if f".{path}".endswith(f".{end}")}
+        patterns = {re.sub(r"(?<=\.)\d+(?=\.)", "*", path) for path in found}
+        return patterns.pop() if len(patterns) == 1 else ""
 
     def is_complex(self) -> bool:
         """Return whether an input or output is a complex tensor.

@@ -53,6 +53,10 @@ def _has_float(inputs: Sequence[Any]) -> bool:
     return any(value.type().scalarType() in _FLOATS for value in inputs[:2])
 
 
+def _has_no_float(inputs: Sequence[Any]) -> bool:
+    return not _has_float(inputs)
+
+
 def _rounds_floats(inputs: Sequence[Any]) -> bool:
     return len(inputs) > 2 and _has_float(inputs)
 
@@ -131,6 +135,10 @@ OPERATORS = (
     Operator("floor_divide", index_forms.floor_divide, "rounds towards zero"),
     Operator("floor_divide", TORCH, "rounds towards zero", _has_float),
     Operator("div", TORCH, "rounds a quotient that float32 has rounded up", _rounds_floats),
+    Operator("pow", TORCH, "of integers by way of float64: not exact, not wrapped", _has_no_float),
+    # The table has no underscores at the end of names.
+    Operator("__rshift", TORCH, "of a negative number: rounds towards zero"),
+    Operator("bitwise_right_shift", TORCH, "as `>>`"),
     Operator("addcmul", TORCH, "of numbers: a dimension too many", _is_number),
     Operator("log10", TORCH, "as `addcmul`", _is_number),
     Operator("nan_to_num", TORCH, "as `addcmul`", _is_number),

@@ -125,6 +125,7 @@ class _Translator:
         self._makers: dict[str, dict[str, str]] = vars(export.options).setdefault(
             "_ortlaunch_makers", {}
         )
+        self._layers = [name.partition(".")[2] for name, _ in export.module.named_modules()]
         parameters = {name: p.requires_grad for name, p in export.module.named_parameters()}
         buffers = {name for name, _ in export.module.named_buffers()}
         inputs = set(export.info.onnx_graph_input_names_require_grad)
@@ -220,10 +221,12 @@ class _Translator:
                 # If this value needs a gradient, ORT raises an error of its own later.
                 return outputs
             before = f"{' '.join(str(error).split()) or type(error).__name__}; " if error else ""
+            layer = call.layer(self._layers)
+            setting = f"Settings.torch_modules{f'=[{layer!r}]' if layer else ''}"
             raise RuntimeError(
                 f"{before}torch cannot compute {call.name}{call.line()} inside ONNX Runtime's "
                 f"graph: {why}. Write it with other operators, or let the layer run as torch "
-                "(Settings.torch_modules)"
+                f"({setting})"
             ) from error
 
 

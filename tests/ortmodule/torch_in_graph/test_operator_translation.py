@@ -492,11 +492,29 @@ class Windows(nn.Module):
         return (windows * torch.arange(2).view(2, 1, 1)).square().mean()
 
 
+class Layers(nn.Module):
+    """A list of lists of layers, of which the last is in a Sequential."""
+
+    def __init__(self, inside: nn.ModuleDict) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.ModuleDict(), inside])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the value of the last."""
+        value: torch.Tensor = self.layers[1]["last"](x)
+        return value
+
+
 def test_windows_of_a_tensor_that_is_not_contiguous_are_refused() -> None:
     """The exporter reads a tensor as contiguous: Longformer's loss was another one."""
     module = wrapped(Windows(swap=True))
-    with pytest.raises(Exception, match=r"as_strided.*memory.*torch_modules"):
+    with pytest.raises(Exception, match=r"as_strided.*memory.*torch_modules\)"):
         module(torch.randn(3, 3, 3))
+    # The error names the layer, once for all of its kind.
+    inside = nn.ModuleDict({"last": nn.Sequential(Windows(swap=True))})
+    with pytest.raises(Exception, match=r"torch_modules=\[\\?'layers\.\*\.last\.0\\?'\]\)"):
+        wrapped(Layers(inside))(torch.randn(3, 3, 3))
+    assert wrapped(Layers(inside), torch_modules=["layers.*.last.0"])(torch.randn(3, 3, 3)) > 0
     # Sizes after the first that never change give the same strides in every batch.
     equals_eager(Windows(swap=False), (2, 4))
 

@@ -124,6 +124,8 @@ TORCHS: dict[str, Form] = {
         .square()
         .mean()
     ),
+    "hashes of integers": lambda h, w: h * (((h.detach() * 9).long() + 3) ** 41 % 1009),
+    "shifts of negative integers": lambda h, w: h * ((h.detach() * 9).long() >> 1),
     "a turn and more": lambda h, w: h.roll(5, -1) * h.roll((1, -7), (0, 1)) + h.roll(3),
     "backwards": lambda h, w: h.flip(-1) * h + h.flip((0, 1)),
     "a copied column": lambda h, w: h.index_copy(-1, torch.tensor([0]), h[:, 1:2] * 3) * h,
