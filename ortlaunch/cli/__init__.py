@@ -133,8 +133,10 @@ def main() -> None:
 
 
 def _print_error(text: str, error: OrtlaunchError) -> int:
-    # In a pipe or a file an error is one line, for editors and scripts.
-    print(fitted(text) if sys.stderr.isatty() else text, file=sys.stderr)
+    # A process of this command may have printed the message itself; the error's own is then empty.
+    if str(error):
+        # In a pipe or a file an error is one line, for editors and scripts.
+        print(fitted(text) if sys.stderr.isatty() else text, file=sys.stderr)
     return error.exit_status
 
 

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from ortlaunch import __version__, doctor, machine, start
+from ortlaunch.cli import _print_error
+from ortlaunch.errors import RunError
 from ortlaunch.launch_plan import Plan
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.manual.reference import markdown
@@ -469,3 +471,9 @@ def test_the_installed_command(tmp_path: Path) -> None:
             subprocess.run(module, env=env, capture_output=True, text=True, check=False).stdout
             == good.stdout
         )
+
+
+def test_an_error_that_is_printed_already_adds_no_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """`plan --predict` shows the message of its process, and has none of its own."""
+    assert _print_error("ortlaunch: ", RunError("", 3)) == 3
+    assert capsys.readouterr().err == ""
