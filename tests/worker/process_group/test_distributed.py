@@ -229,9 +229,9 @@ def test_the_store_of_several_hosts_listens_on_one_address() -> None:
         for line in Path("/proc/net/tcp").read_text().splitlines()[1:]
         if line.split()[3] == "0A"
     ]
-    assert [address for address in bound if address.endswith(f":{where[1]:04X}")] == [
-        f"0200007F:{where[1]:04X}"
-    ]
+    # Another process may listen on the same port of 127.0.0.1.
+    assert f"0200007F:{where[1]:04X}" in bound
+    assert f"00000000:{where[1]:04X}" not in bound
 
 
 def test_one_host_stays_on_loopback() -> None:
