@@ -43,8 +43,9 @@ class Counted(NamedTuple):
 class EngineFactors(NamedTuple):
     """Time and memory of an engine beside the counted ones of plain PyTorch.
 
-    Fitted to 17 models of benchmarks/models.py on one core, with least squares: seconds without
-    other processes, and peaks of memory less the libraries'.
+    Fitted to 17 models of benchmarks/models.py on one core: seconds without other processes. Memory
+    is the peak less the libraries', of 20 models on two cores of Zen 3 and Zen 4: the factors with
+    which most of them are within 20 %.
     """
 
     random: float
@@ -52,36 +53,53 @@ class EngineFactors(NamedTuple):
     process: int
     """Bytes beside all tensors."""
     of_model: float
-    """Bytes for each byte of weights, gradients and optimizer state."""
+    """Bytes for each byte of weights, gradients and optimizer state, beside that byte."""
     of_others: float
-    """Bytes for each byte of other tensors; less than 0: a compiled kernel makes fewer of them."""
-    compared: float = 0.0
-    """The same for a run that compares its first steps with plain PyTorch."""
+    """The same of other tensors; less than 0: a compiled kernel makes fewer of them."""
 
 
+# A process on CPUs keeps freed blocks (worker/engine/allocator.py), in pieces that do not fit all
+# later tensors.
 ENGINES = {
-    "eager": EngineFactors(1.0, 85 << 20, 0.0, 0.0),
+    "eager": EngineFactors(1.0, 0, 0.2, 0.45),
     "inductor": EngineFactors(4.25, 180 << 20, 0.0, -0.5),
-    "ort": EngineFactors(1.25, 25 << 20, 0.4, 0.25, 1.2),
+    "ort": EngineFactors(1.25, 25 << 20, 0.4, 0.25),
 }
+# A run on ort that compares its first steps with plain PyTorch.
+COMPARED = EngineFactors(1.25, 170 << 20, 0.4, 0.5)
+# torch counts the bytes of a GPU's tensors alone.
+EAGER_ON_GPUS = EngineFactors(1.0, 0, 0.0, 0.0)
 
 
-def predict(recipe: Recipe, counted: Counted, rates: Rates, model_type: str | None) -> Json:
+def predict(
+    recipe: Recipe, device: str, counted: Counted, rates: Rates, model_type: str | None
+) -> Json:
     """Return the seconds of a step and the bytes of a rank, by engine.
 
-    model_type: that of the built model, if it is one of transformers.
+    Args:
+        recipe: the run's.
+        device: cpu or cuda.
+        counted: the work of a step.
+        rates: those of the machine.
+        model_type: that of the built model, if it is one of transformers.
     """
     spent = seconds_by_kind(counted, rates)
     others = counted.peak - counted.model
     found: Json = {}
-    for name, engine in ENGINES.items():
-        own = recipe.engine.model_copy(update={"name": name})
-        compared = compared_steps(recipe.model_copy(update={"engine": own}), model_type).steps > 0
-        shares = engine.of_others + engine.compared * compared
-        memory = counted.peak + engine.process + engine.of_model * counted.model + shares * others
+    for name in ENGINES:
+        engine = _factors(recipe, device, name, model_type)
+        memory = (1 + engine.of_model) * counted.model + (1 + engine.of_others) * others
         seconds = sum(spent.values()) + (engine.random - 1) * spent.get("random", 0.0)
-        found[name] = {"seconds": seconds, "memory": int(memory)}
+        found[name] = {"seconds": seconds, "memory": int(engine.process + memory)}
     return found
+
+
+def _factors(recipe: Recipe, device: str, name: str, model_type: str | None) -> EngineFactors:
+    if name == "eager" and device == "cuda":
+        return EAGER_ON_GPUS
+    own = recipe.engine.model_copy(update={"name": name})
+    compares = compared_steps(recipe.model_copy(update={"engine": own}), model_type).steps
+    return COMPARED if compares else ENGINES[name]
 
 
 def seconds_by_kind(counted: Counted, rates: Rates) -> dict[str, float]:

@@ -169,7 +169,7 @@ def predicted(
             counted = count(*given, values=True)
         kind = getattr(getattr(model.model, "config", None), "model_type", None)
         measured = _measured(recipe, plan, device, again)
-        engines = prediction.predict(recipe, counted, measured["rates"], kind)
+        engines = prediction.predict(recipe, device.type, counted, measured["rates"], kind)
         found = {"engines": engines, "others": measured["others"]}
         write_json(prediction.path(recipe, plan), found)
     return found

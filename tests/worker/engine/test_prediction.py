@@ -91,9 +91,12 @@ def test_rates_cover_all_kinds_of_work() -> None:
     counted = count(RECIPE, model, batch, CPU, 1)
     assert {kind for kind, *_ in counted.work} <= rates.keys()
     assert rates["matmul"][-1][1] < rates["matmul"][0][1]
-    begun = predict(RECIPE, counted, rates, "llama")
+    begun = predict(RECIPE, "cpu", counted, rates, "llama")
     assert begun.keys() == {"eager", "inductor", "ort"}
     assert 0 < begun["eager"]["seconds"] < 10
+    # A step that is compared with PyTorch takes more memory; a GPU's allocator counts tensors alone.
+    assert predict(RECIPE, "cpu", counted, rates, "opt")["ort"]["memory"] > begun["ort"]["memory"]
+    assert predict(RECIPE, "cuda", counted, rates, "llama")["eager"]["memory"] == counted.peak
 
 
 def test_rate_between_two_sizes_is_interpolated() -> None:
