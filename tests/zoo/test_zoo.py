@@ -44,13 +44,11 @@ KNOWN = {
     *((task, "reformer") for task in ("masked-lm", "causal-lm", "sequence-classification")),
     *((task, "phimoe") for task in ("causal-lm", "sequence-classification")),
     *((task, "zamba2") for task in ("causal-lm", "sequence-classification")),
-    *(
-        ("causal-lm", name)
-        for name in ("bailing_hybrid", "blt", "gemma3n_text", "musicgen", "musicgen_melody")
-    ),
+    *(("causal-lm", name) for name in ("gemma3n_text", "musicgen", "musicgen_melody")),
     ("sequence-classification", "t5gemma2"),
-    ("image-classification", "hgnet_v2"),
-    *(("speech-seq2seq", name) for name in ("seamless_m4t_v2", "vibevoice_asr")),
+    # Rounding that grows over three steps, on one processor or another.
+    *(("image-classification", name) for name in ("hgnet_v2", "mobilenet_v2", "textnet")),
+    *(("speech-seq2seq", name) for name in ("seamless_m4t", "seamless_m4t_v2")),
 }
 pytestmark = [pytest.mark.zoo, pytest.mark.timeout(SECONDS + 120), needs_ort]
 
