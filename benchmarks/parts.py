@@ -562,8 +562,8 @@ def tokenized_by(way: str) -> Step:
     import datasets
 
     from ortlaunch.recipe.fields.data import Corpus, Data
+    from ortlaunch.worker.data.token_cache import tokenized
     from ortlaunch.worker.data.tokenizer import load_tokenizer
-    from ortlaunch.worker.data.tokens import tokenized
 
     # Text that every Python installation has: manuals and the standard library's sources.
     sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))

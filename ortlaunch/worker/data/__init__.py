@@ -37,8 +37,7 @@ from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data.samples import IGNORED, Samples, Stack, collate, cut_padding
 from ortlaunch.worker.data.streams.samples import StreamedSamples
 from ortlaunch.worker.data.streams.writer import Streamed
-from ortlaunch.worker.data.tokenizer import load_tokenizer
-from ortlaunch.worker.data.tokens import (
+from ortlaunch.worker.data.token_cache import (
     Documents,
     ShowProgress,
     begin_of_text,
@@ -46,6 +45,7 @@ from ortlaunch.worker.data.tokens import (
     silent,
     tokenized_documents,
 )
+from ortlaunch.worker.data.tokenizer import load_tokenizer
 from ortlaunch.worker.data.vocabulary import Vocabulary, labels_of_model
 from ortlaunch.worker.data.windows import Blocks, SeparateDocuments
 from ortlaunch.worker.process_group.distributed import DistributedContext

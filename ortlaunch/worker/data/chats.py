@@ -24,7 +24,7 @@ from ortlaunch.worker.data.corpus import fingerprint
 from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data.samples import IGNORED
 from ortlaunch.worker.data.shards import Tokens
-from ortlaunch.worker.data.tokens import (
+from ortlaunch.worker.data.token_cache import (
     Documents,
     ShowProgress,
     Work,

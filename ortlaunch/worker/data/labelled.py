@@ -32,7 +32,7 @@ from ortlaunch.worker.data.label_rows import (
 )
 from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data.samples import IGNORED, Sample, Samples
-from ortlaunch.worker.data.tokens import (
+from ortlaunch.worker.data.token_cache import (
     Documents,
     ShowProgress,
     Work,

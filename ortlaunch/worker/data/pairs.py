@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ortlaunch.worker.data.masking import MaskedSamples, Masking, Places, draws
 from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data.samples import IGNORED
-from ortlaunch.worker.data.tokens import Documents
+from ortlaunch.worker.data.token_cache import Documents
 
 _Ints = NDArray[np.int64]
 # Attempts to draw another document that is long enough.

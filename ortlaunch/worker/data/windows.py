@@ -7,7 +7,7 @@ import torch
 
 from ortlaunch.worker.data.samples import IGNORED, Sample
 from ortlaunch.worker.data.shards import Tokens
-from ortlaunch.worker.data.tokens import Documents
+from ortlaunch.worker.data.token_cache import Documents
 
 
 class Blocks:

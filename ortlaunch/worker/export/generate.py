@@ -127,7 +127,7 @@ def _message(tokenizer: PreTrainedTokenizerBase, prompt: str) -> tuple[list[int]
 
 def _tokens(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
     """Return the token ids of the prompt, after the tokenizer's begin mark, without an end mark."""
-    from ortlaunch.worker.data.tokens import begin_of_text
+    from ortlaunch.worker.data.token_cache import begin_of_text
 
     # A tokenizer may put other tokens before a text, too; the begin mark alone is used.
     begin = [token for token in begin_of_text(tokenizer) if token == tokenizer.bos_token_id]

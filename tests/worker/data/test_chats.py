@@ -18,7 +18,7 @@ from ortlaunch.worker.data.chat_rows import chats_read
 from ortlaunch.worker.data.chats import ANSWER, Conversations, tokenized_chats
 from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data.samples import IGNORED
-from ortlaunch.worker.data.tokens import Documents
+from ortlaunch.worker.data.token_cache import Documents
 
 # The published templates of Llama 2 and ChatML; and a plain one without generation prompt and end
 # mark. GEN and END stand for the generation marks.

@@ -21,7 +21,7 @@ from pyarrow import parquet
 
 from ortlaunch.cache import take_notes
 from ortlaunch.recipe.fields.data import Corpus
-from ortlaunch.worker.data import tokens as tokens_module
+from ortlaunch.worker.data import token_cache as tokens_module
 from ortlaunch.worker.data.corpus import documents, files, fingerprint, rows
 from ortlaunch.worker.data.reading import DataError
 
@@ -415,7 +415,7 @@ _BUILD = """
 import sys, time
 from pathlib import Path
 from ortlaunch.recipe.fields.data import Corpus
-from ortlaunch.worker.data import tokens
+from ortlaunch.worker.data import token_cache as tokens
 original = tokens._write_tokens
 def slowly(*args):
     with open(sys.argv[1] + ".builds", "a") as file:

@@ -24,8 +24,8 @@ from ortlaunch.worker.data import (
     TaggedWords,
     label_rows,
     shards,
-    tokens,
 )
+from ortlaunch.worker.data import token_cache as tokens
 from ortlaunch.worker.data.identity import identity
 from ortlaunch.worker.data.labelled import number_labels
 from ortlaunch.worker.data.reading import DataError

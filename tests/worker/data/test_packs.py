@@ -15,7 +15,7 @@ from ortlaunch.worker.data.chats import ANSWER
 from ortlaunch.worker.data.identity import identity
 from ortlaunch.worker.data.mixture import split
 from ortlaunch.worker.data.packs import Packs, first_fit_decreasing, packed
-from ortlaunch.worker.data.tokens import Documents
+from ortlaunch.worker.data.token_cache import Documents
 from ortlaunch.worker.model.model import LossModule
 from tests.ort import needs_ort
 from tests.worker.model.test_packing import model

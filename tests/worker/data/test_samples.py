@@ -21,7 +21,7 @@ from ortlaunch.worker.data import (
     collate,
 )
 from ortlaunch.worker.data.reading import DataError
-from ortlaunch.worker.data.tokens import Documents
+from ortlaunch.worker.data.token_cache import Documents
 
 # Ids of the special tokens, and the size of the vocabulary.
 CLS = 1

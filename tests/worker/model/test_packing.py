@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from ortlaunch.errors import InputError
 from ortlaunch.worker.data import IGNORED, collate
-from ortlaunch.worker.data.tokens import Documents
+from ortlaunch.worker.data.token_cache import Documents
 from ortlaunch.worker.data.windows import SeparateDocuments
 from ortlaunch.worker.model.model import LossModule
 from ortlaunch.worker.model.packing import require_separate, with_mask

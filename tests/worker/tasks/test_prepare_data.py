@@ -11,7 +11,8 @@ import pytest
 
 from ortlaunch.recipe import to_yaml
 from ortlaunch.worker import alone
-from ortlaunch.worker.data import LoadedData, tokenizer, tokens
+from ortlaunch.worker.data import LoadedData, tokenizer
+from ortlaunch.worker.data import token_cache as tokens
 from ortlaunch.worker.data.identity import identity
 from tests.makers import BERT, bert
 

@@ -35,7 +35,7 @@ from ortlaunch.worker.data.streams.writer import (
     path_of,
     read_window,
 )
-from ortlaunch.worker.data.tokens import Documents, ShowProgress, silent
+from ortlaunch.worker.data.token_cache import Documents, ShowProgress, silent
 
 # The number of samples of an endless source, in mixtures, where indices of sources must differ.
 ENDLESS = 1 << 39

@@ -25,7 +25,7 @@ from ortlaunch.run_folder.folder import is_temporary, read_json, write_json, wri
 from ortlaunch.worker.data.corpus import texts_of
 from ortlaunch.worker.data.order import permutation
 from ortlaunch.worker.data.reading import DataError, NoRows, Row, read_file
-from ortlaunch.worker.data.tokens import chunks, encoded
+from ortlaunch.worker.data.token_cache import chunks, encoded
 
 TOKENS = ".u32"
 ENDS = ".ends"

@@ -18,7 +18,8 @@ from ortlaunch import cache
 from ortlaunch.cache import take_notes
 from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.run_folder.folder import is_temporary
-from ortlaunch.worker.data import shards, tokens
+from ortlaunch.worker.data import shards
+from ortlaunch.worker.data import token_cache as tokens
 from tests.worker.data.test_corpus import Letters
 
 TEXTS = [f"text {number} of many\n" for number in range(40)]
