@@ -90,7 +90,10 @@ REASONS = (
         r"argmax_unfold|list_dict_input_with_kwargs_and_registered_buffer",
         "rounding: large sums, of which PyTorch is as far from float64's",
     ),
-    (r"eval_model_mode", "eval() with gradients on has a gradient graph, as in eager"),
+    (
+        r"eval_model_mode|pythonop_training_mode",
+        "eval() with gradients on has a gradient graph, as in eager",
+    ),
     (r"cache_exported_model", "ORTMODULE_CACHE_DIR is not used, on purpose"),
 )
 
