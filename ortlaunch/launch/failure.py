@@ -74,13 +74,14 @@ def explain_end(
             during the run; None if unknown.
         shown: whether rank 0's output went to the terminal, so that its end is not printed again.
     """
+    unrequested = stopped_by is None and not run.stop_request.exists()
     if run.stopped.exists():
-        return _saved(run, stopped_by)
+        # The ranks saved because their launcher was killed.
+        return _saved(run, stopped_by, ended_by == signal.SIGKILL and unrequested)
     records = _records(run)
     first = _first(records)
     on_request = first is not None and first["cause"] is Cause.STOPPED
     launcher_error = _launcher_failure(run)
-    unrequested = stopped_by is None and not run.stop_request.exists()
     # A rank's stop or secondary failure is then the effect of the launcher's own failure.
     if launcher_error and unrequested and (first is None or on_request or first["secondary"]):
         cause = (cause_in(launcher_error) or (None,))[0]
@@ -132,10 +133,13 @@ def _silent_suspects(run: RunDir, records: list[Json], stopped_by: int | None) -
     return killed if requested else killed | set(range(Plan.read(run.plan).world_size)) - began
 
 
-def _saved(run: RunDir, stopped_by: int | None) -> End:
+def _saved(run: RunDir, stopped_by: int | None, launcher_killed: bool = False) -> End:
     """Return the end of a run that saved after a stop request."""
     how = read_json(run.stopped)
-    done = f"stopped by {how['by']}, saved after step {how['step']} of {how['steps']}"
+    program = Plan.read(run.plan).started_by.program if launcher_killed else None
+    killed = Failure(Cause.LAUNCHER_KILLED, who=program, signal=signal.SIGKILL) if program else None
+    done = f"{sentence(killed)}; " if killed else ""
+    done += f"stopped by {how['by']}, saved after step {how['step']} of {how['steps']}"
     status = 130 if stopped_by == signal.SIGINT else how["exit_status"]
     return End(status, done, Failure(Cause.STOPPED, done), stopped=True)
 

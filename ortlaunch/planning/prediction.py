@@ -95,11 +95,11 @@ def predict(
 
 
 def _factors(recipe: Recipe, device: str, name: str, model_type: str | None) -> EngineFactors:
-    if name == "eager" and device == "cuda":
-        return EAGER_ON_GPUS
+    if name != "ort":
+        return EAGER_ON_GPUS if (name, device) == ("eager", "cuda") else ENGINES[name]
     own = recipe.engine.model_copy(update={"name": name})
     compares = compared_steps(recipe.model_copy(update={"engine": own}), model_type).steps
-    return COMPARED if compares else ENGINES[name]
+    return COMPARED if compares else ENGINES["ort"]
 
 
 def seconds_by_kind(counted: Counted, rates: Rates) -> dict[str, float]:

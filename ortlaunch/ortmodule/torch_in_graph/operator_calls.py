@@ -69,14 +69,18 @@ class Call:
         return users[0] if users else ""
 
     def layer(self, paths: Iterable[str]) -> str:
-        """Return which of the paths is the layer that calls the operator; empty if unknown.
+        """Return the path of the layer that calls the operator; empty if unknown.
 
         Equal layers are one pattern, with `*` in place of their numbers.
+
+        Args:
+            paths: of all modules of the exported one, of which the user's model is the only child.
         """
-        # torch gives the end of the path: its last name, and the numbers after it.
+        # torch records the end of the path: its last name, and the numbers after it.
         end = self._node.scopeName().rpartition("::")[2]
         found = {path for path in paths if f".{path}".endswith(f".{end}")}
-        patterns = {re.sub(r"(?<=\.)\d+(?=\.)", "*", path) for path in found}
+        layers = {path.partition(".")[2] for path in found}
+        patterns = {re.sub(r"(?<=\.)\d+(?=\.)", "*", layer) for layer in layers}
         return patterns.pop() if len(patterns) == 1 else ""
 
     def is_complex(self) -> bool:

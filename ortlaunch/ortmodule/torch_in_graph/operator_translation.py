@@ -125,7 +125,7 @@ class _Translator:
         self._makers: dict[str, dict[str, str]] = vars(export.options).setdefault(
             "_ortlaunch_makers", {}
         )
-        self._layers = [name.partition(".")[2] for name, _ in export.module.named_modules()]
+        self._layers = [name for name, _ in export.module.named_modules()]
         parameters = {name: p.requires_grad for name, p in export.module.named_parameters()}
         buffers = {name for name, _ in export.module.named_buffers()}
         inputs = set(export.info.onnx_graph_input_names_require_grad)

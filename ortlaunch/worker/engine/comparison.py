@@ -88,7 +88,7 @@ def compare(
         found = compared(ours, theirs, limits)
         if limits.is_narrow or found.largest <= tolerance:
             return found
-        # Float64 takes twice the memory, so that only the gradients in question are kept and derived.
+        # Float64 takes twice the memory: only the gradients in question are kept and computed.
         chosen = {each.name for each in found.gradients if each.value > tolerance}
         ours = ours.with_gradients(chosen)
         theirs = theirs.with_gradients(chosen)

@@ -510,6 +510,10 @@ def test_windows_of_a_tensor_that_is_not_contiguous_are_refused() -> None:
     module = wrapped(Windows(swap=True))
     with pytest.raises(Exception, match=r"as_strided.*memory.*torch_modules\)"):
         module(torch.randn(3, 3, 3))
+    with pytest.raises(Exception, match=r"torch_modules=\[\\?'1\.0\\?'\]\)"):
+        wrapped(nn.Sequential(nn.Linear(3, 3), nn.Sequential(Windows(swap=True))))(
+            torch.randn(3, 3, 3)
+        )
     # The error names the layer, once for all of its kind.
     inside = nn.ModuleDict({"last": nn.Sequential(Windows(swap=True))})
     with pytest.raises(Exception, match=r"torch_modules=\[\\?'layers\.\*\.last\.0\\?'\]\)"):

@@ -94,7 +94,11 @@ def test_rates_cover_all_kinds_of_work() -> None:
     begun = predict(RECIPE, "cpu", counted, rates, "llama")
     assert begun.keys() == {"eager", "inductor", "ort"}
     assert 0 < begun["eager"]["seconds"] < 10
-    # A step that is compared with PyTorch takes more memory; a GPU's allocator counts tensors alone.
+    # A compared step on ort takes more memory; a GPU's allocator counts tensors alone.
+    compared = RECIPE.model_copy(
+        update={"engine": RECIPE.engine.model_copy(update={"parity_steps": 2})}
+    )
+    assert predict(compared, "cpu", counted, rates, "llama")["eager"] == begun["eager"]
     assert predict(RECIPE, "cpu", counted, rates, "opt")["ort"]["memory"] > begun["ort"]["memory"]
     assert predict(RECIPE, "cuda", counted, rates, "llama")["eager"]["memory"] == counted.peak
 
