@@ -30,7 +30,7 @@ from ortlaunch.ortmodule.graph_repairs.vectors import keep_vanishing_sizes
 from ortlaunch.ortmodule.graphs import choose_graphs
 from ortlaunch.ortmodule.state.backward import follow_autograd
 from ortlaunch.ortmodule.state.buffers import keep_buffers_exact
-from ortlaunch.ortmodule.state.outputs import restore_output_dtypes
+from ortlaunch.ortmodule.state.outputs import keep_outputs, restore_output_dtypes
 from ortlaunch.ortmodule.torch_in_graph.torch_kernels import call_torch_kernels
 from ortlaunch.ortmodule.tracing.checkpointing import see_ort_checkpoints
 from ortlaunch.ortmodule.tracing.cross_entropy import skip_ignored_labels
@@ -197,5 +197,7 @@ REPAIRS = (
         (f"{TRAINING}._build_graph", f"{TRAINING}._create_execution_agent"),
         call_torch_kernels,
     ),
+    # After the kernels: torch's results have memory of their own.
+    Repair("keep_outputs", (f"{TRAINING}._build_graph",), keep_outputs),
     Repair("ignore_ort_export_cache", _EXPORT),
 )

@@ -69,6 +69,8 @@ _NUMBERS = {
 }
 # The same for torch's operators behind ATen nodes; elementwise_forms.py exports `detach` as `clone`.
 _OPERATORS = {b"argmax", b"bitwise_or", b"clone"}
+# ONNX's codes of float32, float16, float64 and bfloat16.
+_FLOATS = {1, 10, 11, 16}
 
 
 def ends_gradients(node: onnx.NodeProto, output: str) -> bool:
@@ -76,6 +78,8 @@ def ends_gradients(node: onnx.NodeProto, output: str) -> bool:
     # The second output of TopK are indices.
     if node.op_type == "TopK" and output != node.output[0]:
         return True
+    if node.op_type == "Cast":
+        return next(a.i for a in node.attribute if a.name == "to") not in _FLOATS
     return node.op_type in _NUMBERS or any(
         a.name == "operator" and a.s in _OPERATORS for a in node.attribute
     )

@@ -1,4 +1,4 @@
-"""Outputs of an ORTModule have the dtypes of the model's outputs."""
+"""Outputs of an ORTModule have the dtypes of the model's outputs, and stay as they are."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from tests.ort import needs_ort
-from tests.ortmodule.modules import wrapped
+from tests.ortmodule.modules import training_graph, wrapped
 
 pytestmark = [needs_ort, pytest.mark.usefixtures("built", "seeded")]
 
@@ -19,6 +19,7 @@ pytestmark = [needs_ort, pytest.mark.usefixtures("built", "seeded")]
 FORMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "asked of softmax": lambda x: functional.softmax(x, -1, dtype=torch.float16),
     "softmax of half": lambda x: x.half().softmax(-1),
+    "relu of half": lambda x: x.half().relu(),
     "log_softmax": lambda x: functional.log_softmax(x, -1, dtype=torch.float16),
     "whole numbers": lambda x: x.argmax(-1),
 }
@@ -57,3 +58,61 @@ def test_types_are_eagers(form: str, training: bool) -> None:
         torch.testing.assert_close(
             model.layer.weight.grad, eager.layer.weight.grad, rtol=2e-3, atol=1e-2
         )
+
+
+# Values that a loss uses, and that ONNX Runtime keeps in memory of other values.
+USED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "probabilities": lambda x: x.softmax(-1),
+    "scores": lambda x: x.tanh().reshape(-1),
+    "part": lambda x: x.split(1, -1)[0].squeeze(-1),
+    "whole numbers": lambda x: x.double().mul(3).long(),
+    "truths": lambda x: x > 0,
+    "number": lambda x: x.square().mean().sqrt(),
+}
+
+
+class Returning(nn.Module):
+    """A model that returns its loss and a value that the loss is computed of."""
+
+    def __init__(self, form: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+        self.form = form
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        value = self.form(self.layers[0](x))
+        other = self.layers[2](self.layers[1](x)).tanh()
+        return value.float().square().mean() + other.square().mean(), value
+
+
+@pytest.mark.parametrize("used", USED)
+def test_the_backward_pass_changes_no_output(used: str) -> None:
+    """What a model returns beside its loss is eager's before and after the backward pass."""
+    model = Returning(USED[used])
+    x = torch.randn(32, 64)
+    expected = model(x)[1]
+    loss, value = wrapped(model)(x)
+    torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
+    before = value.clone()
+    loss.backward()
+    assert torch.equal(value, before)
+    assert value.dtype == expected.dtype
+
+
+def test_an_output_that_only_leaves_the_graph_is_not_copied() -> None:
+    """Scores that torch computes, and values that the loss does not use, take no second memory."""
+
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            scores = self.layer(x)
+            return functional.cross_entropy(scores, x.argmax(-1)), scores, (x * 2).tanh()
+
+    module = wrapped(Plain())
+    module(torch.randn(32, 64))[0].backward()
+    returned = next(node for node in training_graph(module).node if node.op_type == "YieldOp").input
+    assert len(returned) == 3
+    assert "_ortlaunch_" not in " ".join(returned)
