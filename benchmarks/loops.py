@@ -234,11 +234,12 @@ def auto(gate: Gate, options: dict[str, Any]) -> None:
 
 
 def predict(gate: Gate, options: dict[str, Any]) -> None:
-    """Predict every engine, then train on it; the last line has both, by engine.
+    """Predict every engine, then train on it, in turns; the last line has every turn, by engine.
 
-    Seconds of a step are the run's median, memory is the run's most bytes beside the libraries.
+    Seconds of a step are the run's median, memory is the run's most bytes beside the libraries. Each
+    turn predicts from rates of its own, for a machine that is not quiet has other ones in minutes.
     """
-    found = {}
+    found: dict[str, list[dict[str, Any]]] = {engine: [] for engine in options["engines"]}
     with recipe_of({**options, "engine": "eager"}) as path:
 
         def command(verb: str, *words: str) -> None:
@@ -247,17 +248,16 @@ def predict(gate: Gate, options: dict[str, Any]) -> None:
                 # The command's own message stays the last one.
                 sys.exit(status)
 
-        command("plan", "--predict")
-        for engine in options["engines"]:
-            run = Path(tempfile.mkdtemp(dir=os.environ["CONTEST_FOLDER"]), engine)
-            words = [f"engine.name={engine}", f"train.max_steps={PREDICTED_STEPS}"]
-            command("train", *words, f"--run-dir={run}")
-            summary = json.loads((run / "summary.json").read_text())
-            memory = json.loads((run / "memory.json").read_text())["measured"]["peak"]
-            found[engine] = {
-                "predicted": summary.get("predicted"), "not_predicted": summary.get("not_predicted"),
-                "seconds": summary["step_seconds"], "memory": memory,
-            }  # fmt: skip
+        for _ in range(options["rounds"]):
+            command("plan", "--predict")
+            for engine, turns in found.items():
+                run = Path(tempfile.mkdtemp(dir=os.environ["CONTEST_FOLDER"]), engine)
+                words = [f"engine.name={engine}", f"train.max_steps={PREDICTED_STEPS}"]
+                command("train", *words, f"--run-dir={run}")
+                summary = json.loads((run / "summary.json").read_text())
+                memory = json.loads((run / "memory.json").read_text())["measured"]["peak"]
+                turn = {name: summary.get(name) for name in ("predicted", "not_predicted")}
+                turns.append({**turn, "seconds": summary["step_seconds"], "memory": memory})
     print(json.dumps(found))
 
 

@@ -48,6 +48,8 @@ PREDICTED = ("eager", "ort")
 EQUAL = 0.03
 # A median above so many times the least turn is that of a busy machine.
 NOISY = 1.25
+# A prediction within this share of the measurement is right.
+NEAR = 0.2
 # The share of a run that its measurement may cost.
 COST = 0.05
 _VIT = {
@@ -160,9 +162,9 @@ def chosen(name: str) -> dict[str, Any]:
     return found if "failed" in found else {key: found[key] for key in kept}
 
 
-def predicted(name: str) -> dict[str, Any]:
-    """Return seconds and memory by engine, predicted and of a run, or the reason of a failure."""
-    return _run_loop(name, loop="predict", engines=PREDICTED)
+def predicted(name: str, rounds: int) -> dict[str, Any]:
+    """Return turns of seconds and memory by engine, predicted and of a run, or the failure's reason."""
+    return _run_loop(name, loop="predict", engines=PREDICTED, rounds=rounds)
 
 
 def _run_loop(name: str, **options: Any) -> dict[str, Any]:
@@ -323,9 +325,11 @@ def judged(records: Mapping[str, Any]) -> str:
 
 
 def prediction_table(records: Mapping[str, Any]) -> str:
-    """Return the predictions of every model, as multiples of what its run measured."""
+    """Return the predictions of every model, as multiples of what its runs measured."""
     lines = ["| model | " + " | ".join(PREDICTED) + " |", "|---" * (1 + len(PREDICTED)) + "|"]
     shares: dict[str, list[float]] = {"seconds": [], "memory": []}
+    # No prediction can be nearer to runs than runs of the same recipe are to each other.
+    turns: dict[str, list[float]] = {"seconds": [], "memory": []}
     for name, record in records.items():
         found = record.get("predict")
         if found is None:
@@ -335,23 +339,31 @@ def prediction_table(records: Mapping[str, Any]) -> str:
             continue
         cells = []
         for engine in PREDICTED:
-            one = found[engine]
-            if one["predicted"] is None:
-                cells.append(f"not predicted: {one['not_predicted']}")
+            missing = next((one for one in found[engine] if one["predicted"] is None), None)
+            if missing:
+                cells.append(f"not predicted: {missing['not_predicted']}")
                 continue
-            seconds = one["predicted"]["step_seconds"] / one["seconds"]
-            memory = one["predicted"]["memory"] / one["memory"]
-            shares["seconds"].append(seconds)
-            shares["memory"].append(memory)
-            cells.append(f"{seconds:.2f} / {memory:.2f}")
+            cell = []
+            for kind, field in (("seconds", "step_seconds"), ("memory", "memory")):
+                measured = [one[kind] for one in found[engine]]
+                middle = statistics.median(measured)
+                guess = statistics.median(one["predicted"][field] for one in found[engine])
+                shares[kind].append(guess / middle)
+                turns[kind] += (one / middle for one in measured)
+                cell.append(f"{guess / middle:.2f}")
+            cells.append(" / ".join(cell))
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    within = [
-        f"{sum(abs(each - 1) <= 0.2 for each in found)} of {len(found)} {kind}"
-        for kind, found in shares.items()
-    ]
+    predictions, runs = (
+        " and ".join(
+            f"{sum(abs(each - 1) <= NEAR for each in found)} of {len(found)} {kind}"
+            for kind, found in figures.items()
+        )
+        for figures in (shares, turns)
+    )
     head = (
-        "`ortlaunch plan --predict`: seconds / memory, predicted as a multiple of the measured. "
-        f"Within 20 %: {' and '.join(within)}."
+        "`ortlaunch plan --predict`: seconds / memory, median predicted as a multiple of the median "
+        f"measured. Within {NEAR:.0%}: {predictions}. Single runs within {NEAR:.0%} of the median of "
+        f"their own recipe: {runs}."
     )
     return "\n".join([head, "", *lines])
 
@@ -501,9 +513,10 @@ def main() -> int:
         if "race" in options.parts and "contestants" not in kept:
             records[name] = raced(name, options.rounds, options.seconds)
             _save(path, records)
-        for part, measure in (("auto", chosen), ("predict", predicted)):
+        for part in ("auto", "predict"):
             if part in options.parts and part not in kept and name in records:
-                records[name][part] = measure(name)
+                predicts = part == "predict"
+                records[name][part] = predicted(name, options.rounds) if predicts else chosen(name)
                 _save(path, records)
         if name in records:
             took = time.monotonic() - begun

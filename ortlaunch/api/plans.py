@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ortlaunch.api.inputs import LoadedRecipe, Source, read
 from ortlaunch.launch_plan import Plan
 from ortlaunch.planning.describe import describe
-from ortlaunch.planning.prediction import cached, lines
+from ortlaunch.planning.prediction import lines
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe import to_yaml
 from ortlaunch.resolve.prepare import request_of
@@ -44,15 +44,13 @@ class PlannedRun(NamedTuple):
     def predict(self) -> None:
         """Predict seconds and memory of a step on every engine, into the cache.
 
-        A prediction from rates that were measured beside other work is made again.
+        The rates of this machine are measured now: those of an hour ago may be others.
 
         Raises:
             RunError: the model cannot be built here, or its work cannot be counted.
         """
         request = PredictionRequest(to_yaml(self.resolved.file.recipe), self.plan.to_json())
-        found = cached(self.resolved.file.recipe, self.plan)
-        if found is None or found["others"]:
-            answer_of(request, shown=("stderr",))
+        answer_of(request, shown=("stderr",))
 
     def differences(self, other: Path) -> list[str]:
         """Return a line for each difference from another recipe, run folder or plan.json."""

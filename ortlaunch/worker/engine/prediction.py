@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 import time
 import warnings
 from collections import Counter, OrderedDict
@@ -76,7 +77,8 @@ _COPIES = {"clone", "copy_", "_to_copy", "cat"}
 # Elements of the tensors on which rates are measured: from within a cache to beyond all of them.
 _SIZES = (2**12, 2**16, 2**19, 2**21, 2**23 - 2**16, 2**23)
 _CACHED = 2**20  # bytes; larger inputs and results of an operator are in no cache
-_SECONDS = 0.06  # of measuring each size, after one call without
+_SECONDS = 0.03  # of measuring each size in a round, after one call without
+_ROUNDS = 2  # other work on the machine may last for some of them
 
 
 class _Work(TorchDispatchMode):
@@ -147,20 +149,20 @@ def _flops(func: OpOverload, name: str, args: Args, kwargs: Kwargs, out: object)
 
 
 def predicted(
-    recipe: Recipe, plan: Plan, model: LossModule, batch: dict[str, Any], again: bool = False
+    recipe: Recipe, plan: Plan, model: LossModule, batch: dict[str, Any], anew: bool = False
 ) -> Json:
     """Return the cache's content for a rank (see `prediction.cached`); make it if it is not there.
 
     Args:
         recipe, model, batch: as those of `count`.
         plan: the run's plan.
-        again: also make it if its rates were measured beside other work.
+        anew: measure the rates and make it, whatever is in the cache.
 
     Raises:
         Exception: the model cannot run without values.
     """
     found = prediction.cached(recipe, plan)
-    if found is None or (again and found["others"]):
+    if anew or found is None:
         device = next(model.parameters()).device
         given = recipe, model, batch, device, plan.batch.accumulation_steps
         try:
@@ -168,20 +170,20 @@ def predicted(
         except (DataDependentOutputException, DynamicOutputShapeException):
             counted = count(*given, values=True)
         kind = getattr(getattr(model.model, "config", None), "model_type", None)
-        measured = _measured(recipe, plan, device, again)
+        measured = _measured(recipe, plan, device, anew)
         engines = prediction.predict(recipe, device.type, counted, measured["rates"], kind)
         found = {"engines": engines, "others": measured["others"]}
         write_json(prediction.path(recipe, plan), found)
     return found
 
 
-def _measured(recipe: Recipe, plan: Plan, device: torch.device, again: bool) -> Json:
+def _measured(recipe: Recipe, plan: Plan, device: torch.device, anew: bool) -> Json:
     """Return the rates of this machine and the processes beside them: from the cache, or new."""
     cache_folder("predictions")
     # oneDNN or MKL.
     library = torch.get_float32_matmul_precision()
     path = prediction.path_of(prediction.machine_of(recipe, plan), library)
-    if not path.exists() or (again and read_json(path)["others"]):
+    if anew or not path.exists():
         others = machine.others_at_work()
         rates = measure(device, narrow_dtype_of(recipe.precision) or torch.float32)
         write_json(path, {"rates": rates, "others": others})
@@ -248,16 +250,17 @@ def count(
 
 
 def measure(device: torch.device, dtype: torch.dtype) -> Rates:
-    """Return the seconds of a unit by kind and size, measured now for about four seconds."""
-    rates: Rates = {}
-    for kind, call in _calls(device, dtype):
+    """Return the seconds of a unit by kind and size, measured now for some seconds."""
+    rates: dict[str, dict[float, float]] = {}
+    for kind, call in itertools.chain.from_iterable(_calls(device, dtype) for _ in range(_ROUNDS)):
         with _Work() as work:
             call()
         sizes = {size: units for (name, size), units in work.units.items() if name == kind}
         size = max(sizes, key=lambda each: sizes[each])
-        seconds = _seconds(call, device, cold=work.most > _CACHED)
-        rates.setdefault(kind, []).append((size, seconds / sum(sizes.values())))
-    return {kind: sorted(found) for kind, found in rates.items()}
+        unit = _seconds(call, device, cold=work.most > _CACHED) / sum(sizes.values())
+        found = rates.setdefault(kind, {})
+        found[size] = min(unit, found.get(size, unit))
+    return {kind: sorted(found.items()) for kind, found in rates.items()}
 
 
 def _seconds(call: Callable[[], object], device: torch.device, cold: bool) -> float:
@@ -265,7 +268,7 @@ def _seconds(call: Callable[[], object], device: torch.device, cold: bool) -> fl
     took = list[float]()
     others = torch.ones(2**24 if cold else 0, device=device)
     begun = time.perf_counter()
-    while len(took) < 3 or (time.perf_counter() - begun < _SECONDS and len(took) < 100):
+    while not took or (time.perf_counter() - begun < _SECONDS and len(took) < 100):
         if cold:
             # A step uses more memory between two uses of a tensor than the caches have.
             others.add_(1)
