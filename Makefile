@@ -83,9 +83,10 @@ bench: $(INSTALLED)
 matrix:
 	python3 tools/matrix.py
 
-# Whole runs that are stopped, killed and resumed in every way; goes on where it was stopped: nightly-proof/page.md.
+# Repairs left out one by one; whole runs that are stopped, killed and resumed in every way. It goes on where it was stopped:
+# nightly-proof/page.md.
 nightly: $(INSTALLED)
-	$(BIN)/python -m pytest -m nightly --page nightly-proof tests/e2e tests/launch $(PROOF)
+	$(BIN)/python -m pytest -m nightly --page nightly-proof tests/ortmodule tests/e2e tests/launch $(PROOF)
 
 # Which layers and models train on engine ort as in eager: zoo-proof/page.md, the next docs/models.md.
 zoo: $(INSTALLED)

@@ -305,6 +305,7 @@ sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", sys.argv[2]]))
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("repair", list(WITHOUT))
 def test_each_repair_is_needed(repair: str, fresh_ort: Run) -> None:
     """Without the repair its test fails, or ONNX Runtime crashes in it."""

@@ -334,6 +334,13 @@ def repairs(fresh: Run, refusing: Path) -> dict[str, Path]:
 
 
 @needs_ort
+def test_all_checks_pass_with_the_repairs(repairs: dict[str, Path]) -> None:
+    """All checks pass with the repairs of the installed versions, with and without the extension."""
+    assert set(REFUSING) <= repairs.keys()
+
+
+@needs_ort
+@pytest.mark.nightly
 @pytest.mark.parametrize("repair", list(WITHOUT))
 def test_each_repair_is_needed_where_it_is_applied(
     repairs: dict[str, Path], repair: str, fresh: Run, fresh_ort: Run
@@ -352,6 +359,7 @@ def test_each_repair_is_needed_where_it_is_applied(
 
 
 @needs_ort
+@pytest.mark.nightly
 @pytest.mark.parametrize("operator", list(FORMS))
 def test_each_form_is_needed(built: None, operator: str, fresh_ort: Run) -> None:
     """Without its row in the table the exporter's form fails, or computes another function."""
