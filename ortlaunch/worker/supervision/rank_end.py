@@ -58,7 +58,7 @@ def conclude(
     number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
     echo = child.first_signal is not None
     kind = "Signal"
-    memory: tuple[str, Json] = ("", {})
+    cause: Json = {}
     by_stop = number in (*_STOPS, *((signal.SIGKILL,) if child.ended_by_us else ()))
     # others_stopped() reads every rank's record, so it is the last condition.
     if (
@@ -78,29 +78,29 @@ def conclude(
         and child.ended_by_us
         and not child.was_killed_late
     ):
-        what = f"was ended with its run, after {_name(child.first_signal)}"
+        description = f"was ended with its run, after {_name(child.first_signal)}"
         number = child.first_signal
     elif number == signal.SIGKILL and echo and child.first_signal:
-        what = _outlived(child)
+        description = _outlived(child)
         number = child.first_signal
         kind = "Outlived"
-        memory = ("", {"cause": Cause.OUTLIVED})
+        cause = {"cause": Cause.OUTLIVED}
         if number != signal.SIGINT and account.run.complete_checkpoints():
-            return _goes_on(account, child, what, number)
+            return _goes_on(account, child, description, number)
     elif number:
-        memory = _memory(child.pid, number, oom_kills)
-        what = f"was ended by {_name(number)}{memory[0]}"
+        phrase, cause = _memory(child.pid, number, oom_kills)
+        description = f"was ended by {_name(number)}{phrase}"
     else:
-        what = f"left with exit status {os.WEXITSTATUS(status)} before the end"
+        description = f"left with exit status {os.WEXITSTATUS(status)} before the end"
     code = 128 + number if number else of_own_exit(os.WEXITSTATUS(status))
     if not account.is_written:
         record = {
             "exit_status": code,
             "signal": number,
             "type": kind if number else "Exit",
-            **memory[1],
+            **cause,
         }
-        account.of_end(child.pid, what, {**record, "secondary": echo})
+        account.of_end(child.pid, description, {**record, "secondary": echo})
     # A failure recorded before the request to end is a cause of its own.
     elif echo and account.read()["time"] > child.signalled_at:
         account.is_an_echo()
@@ -117,12 +117,12 @@ def _conclude_stall(account: Account, child: Child, watchdog: Watchdog) -> int:
     status = STALLED
     kind = "Stall"
     cause = Cause.HANG
-    what = "the run stalled"
+    description = "the run stalled"
     if watchdog.lost is not None:
         status = LOST_STATUS
         kind = LOST
         cause = Cause.HOST_LOST
-        what = "the run lost a host"
+        description = "the run lost a host"
     if not account.is_written:
         record = {
             "exit_status": status,
@@ -131,7 +131,7 @@ def _conclude_stall(account: Account, child: Child, watchdog: Watchdog) -> int:
             "cause": cause,
             "secondary": True,
         }
-        account.of_end(child.pid, f"was ended, for {what}", record)
+        account.of_end(child.pid, f"was ended, for {description}", record)
     _record_account(account, child)
     return status
 
@@ -147,16 +147,16 @@ def _was_stopped(account: Account, child: Child, number: int) -> int:
     # A listening rank survives the first request.
     if child.listens:
         where = "for the second time, before it had saved"
-    what = f"was stopped by {_name(number)} {where}"
-    record = {"exit_status": code, "signal": number, "type": "Stopped", "cause": Cause.STOPPED, "detail": what,
+    description = f"was stopped by {_name(number)} {where}"
+    record = {"exit_status": code, "signal": number, "type": "Stopped", "cause": Cause.STOPPED, "detail": description,
               "secondary": False, "traceback": ""}  # fmt: skip
     if not account.is_written:
-        account.of_end(child.pid, what, record)
+        account.of_end(child.pid, description, record)
     _record_account(account, child)
     return code
 
 
-def _goes_on(account: Account, child: Child, what: str, number: int) -> int:
+def _goes_on(account: Account, child: Child, description: str, number: int) -> int:
     """Record an end before the save was complete; return the status that requests a restart.
 
     An older checkpoint exists, from which a restart continues.
@@ -166,10 +166,12 @@ def _goes_on(account: Account, child: Child, what: str, number: int) -> int:
         {"exit_status": EXIT_SAVED, "signal": number},
     )
     if not account.is_written:
-        what = f"{what}; steps after {step} are lost, and a restart continues from there"
+        description = (
+            f"{description}; steps after {step} are lost, and a restart continues from there"
+        )
         account.of_end(
             child.pid,
-            what,
+            description,
             {**record, "type": "Outlived", "cause": Cause.OUTLIVED, "secondary": True},
         )
     _record_account(account, child)
@@ -199,9 +201,9 @@ def _memory(pid: int, number: int, before: int | None) -> tuple[str, Json]:
     kills = 1 if line else after - before if after is not None and before is not None else 0
     if kills <= 0:
         return "", {}
-    said = f"it ({line})" if line else f"{kills} of its control group meanwhile"
+    killed = f"it ({line})" if line else f"{kills} of its control group meanwhile"
     record = {"cause": Cause.OUT_OF_MEMORY, "detail": line or "", "memory_kills": kills}
-    return f": the kernel's out-of-memory killer ended {said}", record
+    return f": the kernel's out-of-memory killer ended {killed}", record
 
 
 def _record_account(account: Account, child: Child) -> None:
@@ -218,8 +220,8 @@ def _record_account(account: Account, child: Child) -> None:
             return
         # Rank 0's own output is on the terminal already.
         shown = record["rank"] == 0 and record["type"] in SEEN
-        said = "" if shown else f"{record['traceback']}\n"
-        print(printable(f"{said}ortlaunch: {record['summary']}"), file=sys.stderr, flush=True)
+        traceback = "" if shown else f"{record['traceback']}\n"
+        print(printable(f"{traceback}ortlaunch: {record['summary']}"), file=sys.stderr, flush=True)
         time.sleep(_FORWARDED_SECONDS)
         run.failure_printed.touch()
 
