@@ -34,6 +34,11 @@ _SENTENCES = (
         "float(value) for a NumPy number",
     ),
     (
+        r"Unsupported flatten data type: (<class '.*?'>)",
+        "the model returns {0}: an ORTModule returns tensors, and lists, tuples and dictionaries "
+        "of them; for a cache of transformers set model.config.use_cache = False",
+    ),
+    (
         r"does not require grad and does not have a grad_fn",
         "the forward pass calls torch.autograd.grad or backward, and ONNX Runtime's graph has no "
         f"derivative of a derivative: wrap a part of the model that calls neither, or {_EAGER}",

@@ -228,6 +228,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any], str]] = 
         lambda module: module(Batch(X)),
         r"is given <class .*Batch'> for input batch: an ORTModule",
     ),
+    "an object that is returned": (
+        lambda: Calling(lambda h, x: Batch(h)),
+        lambda module: module(X),
+        r"returns <class .*Batch'>: an ORTModule .*use_cache = False",
+    ),
     "a NumPy number": (
         Given,
         lambda module: module(X, numpy.float32(2)),
