@@ -237,7 +237,7 @@ def predict(gate: Gate, options: dict[str, Any]) -> None:
     """Predict every engine, then train on it, in turns; the last line has every turn, by engine.
 
     Seconds of a step are the run's median, memory is the run's most bytes beside the libraries. Each
-    turn predicts from rates of its own, for a machine that is not quiet has other ones in minutes.
+    turn measures the rates of the machine, which change within minutes where it is not quiet.
     """
     found: dict[str, list[dict[str, Any]]] = {engine: [] for engine in options["engines"]}
     with recipe_of({**options, "engine": "eager"}) as path:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import statistics
@@ -26,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -163,7 +164,7 @@ def chosen(name: str) -> dict[str, Any]:
 
 
 def predicted(name: str, rounds: int) -> dict[str, Any]:
-    """Return turns of seconds and memory by engine, predicted and of a run, or the failure's reason."""
+    """Return predicted and measured seconds and memory of each turn, by engine, or the failure."""
     return _run_loop(name, loop="predict", engines=PREDICTED, rounds=rounds)
 
 
@@ -513,10 +514,13 @@ def main() -> int:
         if "race" in options.parts and "contestants" not in kept:
             records[name] = raced(name, options.rounds, options.seconds)
             _save(path, records)
-        for part in ("auto", "predict"):
+        parts: dict[str, Callable[[str], dict[str, Any]]] = {
+            "auto": chosen,
+            "predict": functools.partial(predicted, rounds=options.rounds),
+        }
+        for part, measure in parts.items():
             if part in options.parts and part not in kept and name in records:
-                predicts = part == "predict"
-                records[name][part] = predicted(name, options.rounds) if predicts else chosen(name)
+                records[name][part] = measure(name)
                 _save(path, records)
         if name in records:
             took = time.monotonic() - begun

@@ -44,7 +44,7 @@ class PlannedRun(NamedTuple):
     def predict(self) -> None:
         """Predict seconds and memory of a step on every engine, into the cache.
 
-        The rates of this machine are measured now: those of an hour ago may be others.
+        It measures the rates of this machine, which change when other work runs on it.
 
         Raises:
             RunError: the model cannot be built here, or its work cannot be counted.

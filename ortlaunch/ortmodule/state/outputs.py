@@ -52,8 +52,8 @@ def _types(graph: onnx.GraphProto) -> list[torch.dtype | None]:
 def keep_outputs() -> None:
     """Return a copy of each output whose memory the backward pass may use for something else.
 
-    ORT gives a value that only leaves the graph memory of its own. A value that an operator reads
-    too may share memory, which is freed or overwritten after its last use in the backward pass.
+    A value that only the caller reads has memory of its own. One that an operator reads too may
+    share memory, which ORT frees or overwrites in the backward pass.
     """
     wrap_method(owner(TRAINING), "_build_graph", _building)
 
@@ -78,7 +78,7 @@ def _copy_outputs(graph: onnx.GraphProto) -> None:
             found |= read_by(reader.output[0], through) if shares else {reader.op_type}
         return found - {"YieldOp"}
 
-    def apart(name: str) -> bool:
+    def has_own_memory(name: str) -> bool:
         # ORT's optimizer removes each Identity.
         while (maker := makers.get(name)) and maker.op_type == "Identity":
             name = maker.input[0]
@@ -88,7 +88,7 @@ def _copy_outputs(graph: onnx.GraphProto) -> None:
     nodes = []
     for node in graph.node:
         for place, name in enumerate(node.input if node.op_type == "YieldOp" else ()):
-            if not apart(name):
+            if not has_own_memory(name):
                 node.input[place] = f"{name}_ortlaunch_{place}"
                 nodes += _copy(name, node.input[place])
         nodes.append(node)

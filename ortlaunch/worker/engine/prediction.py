@@ -78,7 +78,7 @@ _COPIES = {"clone", "copy_", "_to_copy", "cat"}
 _SIZES = (2**12, 2**16, 2**19, 2**21, 2**23 - 2**16, 2**23)
 _CACHED = 2**20  # bytes; larger inputs and results of an operator are in no cache
 _SECONDS = 0.03  # of measuring each size in a round, after one call without
-_ROUNDS = 2  # other work on the machine may last for some of them
+_ROUNDS = 2  # the faster one counts: other work may slow one down
 
 
 class _Work(TorchDispatchMode):
@@ -149,20 +149,20 @@ def _flops(func: OpOverload, name: str, args: Args, kwargs: Kwargs, out: object)
 
 
 def predicted(
-    recipe: Recipe, plan: Plan, model: LossModule, batch: dict[str, Any], anew: bool = False
+    recipe: Recipe, plan: Plan, model: LossModule, batch: dict[str, Any], remeasure: bool = False
 ) -> Json:
     """Return the cache's content for a rank (see `prediction.cached`); make it if it is not there.
 
     Args:
         recipe, model, batch: as those of `count`.
         plan: the run's plan.
-        anew: measure the rates and make it, whatever is in the cache.
+        remeasure: measure the rates again and replace the cached content.
 
     Raises:
         Exception: the model cannot run without values.
     """
     found = prediction.cached(recipe, plan)
-    if anew or found is None:
+    if remeasure or found is None:
         device = next(model.parameters()).device
         given = recipe, model, batch, device, plan.batch.accumulation_steps
         try:
@@ -170,20 +170,20 @@ def predicted(
         except (DataDependentOutputException, DynamicOutputShapeException):
             counted = count(*given, values=True)
         kind = getattr(getattr(model.model, "config", None), "model_type", None)
-        measured = _measured(recipe, plan, device, anew)
+        measured = _measured(recipe, plan, device, remeasure)
         engines = prediction.predict(recipe, device.type, counted, measured["rates"], kind)
         found = {"engines": engines, "others": measured["others"]}
         write_json(prediction.path(recipe, plan), found)
     return found
 
 
-def _measured(recipe: Recipe, plan: Plan, device: torch.device, anew: bool) -> Json:
+def _measured(recipe: Recipe, plan: Plan, device: torch.device, remeasure: bool) -> Json:
     """Return the rates of this machine and the processes beside them: from the cache, or new."""
     cache_folder("predictions")
     # oneDNN or MKL.
     library = torch.get_float32_matmul_precision()
     path = prediction.path_of(prediction.machine_of(recipe, plan), library)
-    if anew or not path.exists():
+    if remeasure or not path.exists():
         others = machine.others_at_work()
         rates = measure(device, narrow_dtype_of(recipe.precision) or torch.float32)
         write_json(path, {"rates": rates, "others": others})

@@ -49,7 +49,7 @@ def run(request: PredictionRequest) -> None:
         )
     batch = session.engine.loss_weight.prepared(session.batches.micro_batch(0, 0, 0))
     try:
-        predicted(recipe, plan, session.model, batch, anew=True)
+        predicted(recipe, plan, session.model, batch, remeasure=True)
     # The user's own model may do anything.
     except Exception as error:
         raise InputError(f"model: its work cannot be counted: {first_line(error)}") from error

@@ -87,7 +87,7 @@ class Returning(nn.Module):
 
 @pytest.mark.parametrize("used", USED)
 def test_the_backward_pass_changes_no_output(used: str) -> None:
-    """What a model returns beside its loss is eager's before and after the backward pass."""
+    """A value beside the loss equals that of eager before and after the backward pass."""
     model = Returning(USED[used])
     x = torch.randn(32, 64)
     expected = model(x)[1]

@@ -113,7 +113,7 @@ def test_rate_between_two_sizes_is_interpolated() -> None:
         assert seconds_by_kind(counted, rates) == {"matmul": pytest.approx(seconds)}
 
 
-def test_rates_are_measured_anew_on_request(
+def test_rates_are_measured_again_on_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The plan names the processes beside a measurement; only `plan --predict` measures again."""
@@ -127,7 +127,8 @@ def test_rates_are_measured_anew_on_request(
     monkeypatch.setattr(prediction, "measure", lambda *_: rates)
     plan = makers.plan(RECIPE)
     first, kept, third = (
-        prediction.predicted(RECIPE, plan, model, batch, anew) for anew in (False, False, True)
+        prediction.predicted(RECIPE, plan, model, batch, remeasure)
+        for remeasure in (False, False, True)
     )
     assert first == kept
     assert first["others"] == ["sort (7): 98% of a core"]
