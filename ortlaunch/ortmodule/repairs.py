@@ -36,7 +36,7 @@ from ortlaunch.ortmodule.tracing.checkpointing import see_ort_checkpoints
 from ortlaunch.ortmodule.tracing.cross_entropy import skip_ignored_labels
 
 if TYPE_CHECKING:
-    from ortlaunch.ortmodule.base.ort_types import AnyFunction
+    from ortlaunch.ortmodule.base.ort_types import AnyFunction, Manager
 
 
 def apply_repairs(*left_out: str) -> None:
@@ -92,6 +92,30 @@ def _has_descriptor(stream: Any) -> bool:
     except (AttributeError, OSError, ValueError):
         return False
     return True
+
+
+# ---------------------------------------------------------------------------------------- session
+
+
+def create_session_once() -> None:
+    """Create the training session once, not twice, unless memory optimization needs the first one.
+
+    ORT creates a session to list what could be recomputed, and simplifies a formula for each entry
+    of the list. Only a memory optimization level, or a log level below WARNING, uses the list.
+    """
+    patching.wrap_method(owner(TRAINING), "_create_execution_agent", _with_needed_sessions)
+
+
+def _with_needed_sessions(create: AnyFunction, manager: Manager) -> None:
+    from onnxruntime.training.ortmodule._logger import LogLevel
+    from onnxruntime.training.ortmodule.options import _MemoryOptimizationLevel
+
+    level = manager._runtime_options.memory_optimization_level
+    manager._runtime_inspector.memory_ob._is_enabled = (
+        level != _MemoryOptimizationLevel.USER_SPECIFIED
+        or manager._debug_options.logging.log_level < LogLevel.WARNING
+    )
+    create(manager)
 
 
 # ---------------------------------------------------------------------------------------- the table
@@ -199,5 +223,6 @@ REPAIRS = (
     ),
     # After the kernels: torch's results have memory of their own.
     Repair("keep_outputs", (f"{TRAINING}._build_graph",), keep_outputs),
+    Repair("create_session_once", (f"{TRAINING}._create_execution_agent",), create_session_once),
     Repair("ignore_ort_export_cache", _EXPORT),
 )

@@ -115,8 +115,9 @@ def memory_optimization(witness: Witness, tmp_path: Path, capfd: Any) -> None:
 
 
 def memory_optimization_config(witness: Witness, tmp_path: Path, capfd: Any) -> None:
+    # ORT lists them at level info.
     known = manager_of(
-        stepped(Words())
+        stepped(Words(), log_level="info")
     )._runtime_inspector.memory_ob.cluster_id_combination_to_saving_symbolics_map
     kept = witness.graphs[-1]
     # ORT's keys are cluster:strategy:count; -1 recomputes all occurrences.
@@ -370,6 +371,24 @@ def test_no_copy_for_the_export_where_two_would_not_fit(
         assert options.report()["deepcopy_before_export"] == {
             "used": used, "parameter_bytes": size, "free_bytes": free, "limit": "a group", "limit_bytes": 1 << 30
         }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("settings", "sessions"), [({}, 1), ({"log_level": "info"}, 2), ({"memory_optimization": 1}, 2)]
+)
+def test_training_sessions_are_those_that_are_needed(
+    settings: dict[str, Any], sessions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ORT creates one training session, and another one where it lists what it can recompute."""
+    from onnxruntime.training.ortmodule import _training_manager
+
+    made: list[object] = []
+    agent = _training_manager.TrainingAgent
+    monkeypatch.setattr(
+        _training_manager, "TrainingAgent", lambda *given: made.append(given) or agent(*given)
+    )
+    stepped(Words(), **settings)
+    assert len(made) == sessions
 
 
 def test_free_memory_is_divided_by_the_ranks_of_a_host() -> None:

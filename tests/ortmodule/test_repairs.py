@@ -293,6 +293,7 @@ WITHOUT = {
     "restore_output_dtypes": "test_outputs.py::test_types_are_eagers[True-relu of half]",
     "keep_outputs": "test_outputs.py::test_the_backward_pass_changes_no_output[probabilities]",
     "fix_deepcopy_and_pickle": "test_copies.py::test_a_copy_of_a_built_module_trains_apart[deepcopy]",
+    "create_session_once": "test_options.py::test_training_sessions_are_those_that_are_needed[settings0-1]",
     "ignore_ort_export_cache": "test_exports.py::test_orts_own_cache_is_never_used",
 }
 RUN = """

@@ -112,12 +112,25 @@ class MemoryObserver(Protocol):
 
     cluster_id_combination_to_saving_symbolics_map: dict[str, object]
     symbolic_dim_collecting_completed: bool
+    _is_enabled: bool
 
 
 class Inspector(Protocol):
     """ORT's RuntimeInspector."""
 
     memory_ob: MemoryObserver
+
+
+class Logging(Protocol):
+    """ORT's _LoggingOptions."""
+
+    log_level: int
+
+
+class DebugOptions(Protocol):
+    """ORT's DebugOptions."""
+
+    logging: Logging
 
 
 class FallbackManager(Protocol):
@@ -129,6 +142,7 @@ class FallbackManager(Protocol):
 class Manager(Protocol):
     """ORT's GraphExecutionManager, of training or of inference."""
 
+    _debug_options: DebugOptions
     _device: torch.device
     _export_mode: torch.onnx.TrainingMode
     _exception: Exception | None
