@@ -8,6 +8,7 @@ the compiler's process.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -60,6 +61,7 @@ def ort_package() -> str:
     return name
 
 
+@functools.cache
 def version(package: str) -> str | None:
     """Return the version of an installed package from its metadata; None if it is not installed."""
     try:

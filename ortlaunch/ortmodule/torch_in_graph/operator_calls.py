@@ -62,11 +62,10 @@ class Call:
 
     def line(self) -> str:
         """Return ` at FILE:LINE` of the user's code that calls the operator; empty if unknown."""
-        places = re.findall(r"^(.+?)\((\d+)\): ", str(self._node.sourceRange()), re.MULTILINE)
-        users = [
-            f" at {file}:{line}" for file, line in places if not file.startswith(_NOT_THE_USERS)
-        ]
-        return users[0] if users else ""
+        places = re.finditer(r"^(.+?)\((\d+)\): ", str(self._node.sourceRange()), re.MULTILINE)
+        users = (place for place in places if not place[1].startswith(_NOT_THE_USERS))
+        place = next(users, None)
+        return f" at {place[1]}:{place[2]}" if place else ""
 
     def layer(self, paths: Iterable[str]) -> str:
         """Return the path of the layer that calls the operator; empty if unknown.

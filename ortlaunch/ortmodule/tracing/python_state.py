@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
+import json
 import os
 import random
 import sys
@@ -232,9 +233,8 @@ def drawn(source: random.Random | numpy.random.RandomState | numpy.random.Genera
         state: Mapping[str, object] = source.get_state(legacy=False)
     else:
         state = source.bit_generator.state
-    # Convert arrays to text, so that they can be compared. str() shortens arrays over 1,000
-    # elements to their ends.
-    return repr({name: str(value) for name, value in state.items()})
+    # Convert arrays to text, so that they can be compared.
+    return json.dumps(state, default=numpy.ndarray.tolist)
 
 
 def _is_settings(kind: type) -> bool:
