@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ortlaunch.ortmodule.base.patching import without_package
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.export_records import DeviceArtifacts, OnnxCheck
 from ortlaunch.run_folder.folder import RunDir
@@ -55,7 +56,9 @@ def huggingface(recipe: Recipe, folder: Path, trained: LossModule, data: LoadedD
 
         logging.disable_progress_bar()
         give_back_cache(model, trained.generates_with_cache)
-        model.save_pretrained(folder)
+        # accelerate would import DeepSpeed, seconds long, to ask whether the model is an engine of it.
+        with without_package("deepspeed"):
+            model.save_pretrained(folder)
     else:
         _save_tensors(model, str(folder / "model.safetensors"))
     if data.tokenizer is not None:

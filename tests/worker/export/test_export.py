@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,15 @@ def test_the_export_generates_with_its_own_cache(
     found = exported(chosen, tmp_path)
     assert found["config"]["use_cache"] is expected
     assert found["generation_config"].get("use_cache", True) is expected
+
+
+def test_an_export_does_not_import_deepspeed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """accelerate would import it in every export, for seconds."""
+    monkeypatch.delitem(sys.modules, "deepspeed", raising=False)
+    exported(makers.recipe(model={"task": "causal-lm", "config": LLAMA}, data=WORDS), tmp_path)
+    assert "deepspeed" not in sys.modules
 
 
 def test_an_export_follows_the_umask(tmp_path: Path) -> None:
