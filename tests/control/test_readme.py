@@ -14,9 +14,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 DOCS = "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md")))
-# They take half a minute or more. tests/ortmodule/build/test_extensions.py and
-# tests/launch/test_bench.py run them.
+# They take half a minute or more. tests/ortmodule/build/test_extensions.py,
+# tests/launch/test_bench.py and tests/worker/engine/test_prediction.py run them.
 NOT_RUN = ("setup", "bench")
+NOT_MEASURED = "--predict"
 
 
 def _blocks(language: str, text: str = README) -> list[str]:
@@ -31,7 +32,9 @@ def _commands() -> list[list[str]]:
         for line in block.splitlines()
     ]
     typed = [
-        shlex.split(line, comments=True)[1:] for line in lines if line.startswith("ortlaunch ")
+        [word for word in shlex.split(line, comments=True)[1:] if word != NOT_MEASURED]
+        for line in lines
+        if line.startswith("ortlaunch ")
     ]
     planned = [["plan", words[1], *_overrides(words)] for words in typed if words[0] == "bench"]
     return [*typed, *planned]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -142,17 +143,21 @@ def test_end_of_a_run_prints_the_prediction_beside_the_measurement(
 ) -> None:
     """`plan --predict` shows every engine; the run's end and its records have both figures."""
     from ortlaunch.api.plans import planned
+    from ortlaunch.cli import main
 
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
-    source = shipped.find("llama2-7b/tiny")
+    name = "llama2-7b/tiny"
     changes = ("engine.name=eager", "train.max_steps=6")
-    found = planned(source, changes, None, {})
+    found = planned(shipped.find(name), changes, None, {})
     recipe = found.resolved.file.recipe
     assert "not predicted" in next(lines(recipe, found.plan))
-    found.predict()
-    assert re.search(r"-> eager +[\d.e-]+ +[\d.]+ MiB", str(found))
+    monkeypatch.setattr(sys, "argv", ["ortlaunch", "plan", name, *changes, "--predict"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert not end.value.code
+    assert re.search(r"-> eager +[\d.e-]+ +[\d.]+ MiB", capfd.readouterr().out)
     run = run_here(tmp_path / "run", recipe)
-    end = capfd.readouterr().out
-    assert re.search(r"a step: [\d.]+ s, predicted [\d.]+ s and [\d.]+ MiB a rank", end)
+    printed = capfd.readouterr().out
+    assert re.search(r"a step: [\d.]+ s, predicted [\d.]+ s and [\d.]+ MiB a rank", printed)
     summary = json.loads(run.summary.read_text())
     assert summary["predicted"]["step_seconds"] > 0 < summary["step_seconds"]
