@@ -86,7 +86,8 @@ matrix:
 # Repairs left out one by one; whole runs that are stopped, killed and resumed in every way. It goes on where it was stopped:
 # nightly-proof/page.md.
 nightly: $(INSTALLED)
-	$(BIN)/python -m pytest -m nightly --page nightly-proof tests/ortmodule tests/e2e tests/launch $(PROOF)
+	$(BIN)/python -m pytest -m nightly --page nightly-proof tests/ortmodule tests/e2e tests/launch \
+	    tests/cluster tests/worker/data $(PROOF)
 
 # Which layers and models train on engine ort as in eager: zoo-proof/page.md, the next docs/models.md.
 zoo: $(INSTALLED)

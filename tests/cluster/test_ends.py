@@ -16,7 +16,12 @@ pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.timeout(200)]
 
 
 @pytest.mark.parametrize(
-    ("launcher", "lost"), [("torchrun", "host2"), ("mpi", "host2"), ("mpi", "host1")]
+    ("launcher", "lost"),
+    [
+        ("torchrun", "host2"),
+        pytest.param("mpi", "host2", marks=pytest.mark.nightly),
+        ("mpi", "host1"),
+    ],
 )
 def test_a_link_that_is_lost(launcher: str, lost: str, home: Home) -> None:
     """A lost host is named within 15 s, with status 1, and no process of the run remains."""

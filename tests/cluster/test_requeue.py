@@ -51,7 +51,7 @@ def check(home: Home, job: str, losses: dict[int, float], steps: int) -> None:
     assert "continuing after step" in said
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("nodes", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_a_signal(nodes: int, home: Home, undisturbed: dict[int, float]) -> None:
     """A run that receives SIGUSR1 by `scancel --signal` saves and is requeued."""
     job = submitted(home, 12, f"launch.nodes={nodes}")

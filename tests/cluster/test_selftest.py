@@ -33,6 +33,7 @@ def selftest(lab: Lab, folder: Path, *words: str, hosts: int = 2) -> list[dict[s
     return findings
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_every_backend_is_equal(lab: Lab, tmp_path: Path) -> None:
     """Every backend trains equally: local, torchrun, mpirun, both over hosts, and Slurm."""

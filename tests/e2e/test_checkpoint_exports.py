@@ -66,7 +66,6 @@ def difference_at(run: Run, step: int, monkeypatch: pytest.MonkeyPatch) -> float
 
 @needs_ort
 @pytest.mark.slow
-@pytest.mark.ci
 def test_each_kept_checkpoint_is_exported(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both formats of the kept checkpoint exist, and no others; ONNX is that step's model."""
     run = ended_well(train("bert", merged(BERT, BOTH)))
@@ -87,7 +86,6 @@ def test_each_kept_checkpoint_is_exported(train: Train, monkeypatch: pytest.Monk
 
 @needs_ort
 @pytest.mark.slow
-@pytest.mark.ci
 def test_adapters_on_two_sharded_ranks(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     """With LoRA under ZeRO 1, rank 0 exports the merged model; the losses stay bit for bit."""
     sharded = merged(MERGED, {"zero": {"stage": 1}})

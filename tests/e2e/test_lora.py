@@ -132,7 +132,6 @@ def test_adapters_under_deepspeed(train: Train, eager: Run, engine: str, stage: 
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 @needs_ort
 def test_a_new_head_is_trained_with_the_adapters(train: Train) -> None:
     """A new classification head is trained, saved and exported with the adapters."""

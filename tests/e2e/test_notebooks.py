@@ -14,9 +14,8 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", ["finetuning", "engines"])
+@pytest.mark.parametrize("name", ["finetuning", pytest.param("engines", marks=pytest.mark.ci)])
 def test_a_notebook(name: str, home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Every cell of the notebook runs, and stored outputs are not committed."""
     execution: Any = pytest.importorskip("nbclient")

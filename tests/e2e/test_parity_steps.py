@@ -266,7 +266,6 @@ def test_a_wrong_operator_stops_the_run(start: Start, arguments: tuple[str, ...]
 
 @needs_ort
 @pytest.mark.slow
-@pytest.mark.ci
 def test_a_function_on_the_graph_is_compared(start: Start) -> None:
     """An Identity changes no bit of the training; a function that changes values ends the run."""
     plain = ended_well(start("train", "no-function", {"engine": {"parity_steps": 0}}))

@@ -141,10 +141,9 @@ def test_the_result_is_used(here: Path) -> None:
         data={"evaluation": words},
         train={"max_steps": 3},
     )
-    found = run.evaluate(step=3)
+    found = run.evaluate(step=3, progress=True)
     assert found["step"] == 3
     assert found["loss"] > 0
-    assert run.evaluate(progress=True)["loss"] == found["loss"]
     assert (run.export(to="llama-model") / "config.json").exists()
     assert run.generate("The", tokens=3).startswith("The")
 

@@ -71,7 +71,6 @@ def evaluations(run: RunDir) -> list[tuple[int, float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 @pytest.mark.timeout(300)
 def test_a_sweep_is_killed(home: Path) -> None:
     """Kills of a trial and of the sweep lose no trial, count none twice and leave no process.

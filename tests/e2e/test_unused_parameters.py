@@ -61,7 +61,7 @@ def test_parameters_that_no_loss_uses(train: Train, engine: str, micro: int) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("micro", [pytest.param(2, marks=pytest.mark.ci), 8])
+@pytest.mark.parametrize("micro", [2, 8])
 def test_parameters_that_some_batches_use(train: Train, micro: int) -> None:
     """Parameters that only some micro batches use are averaged correctly."""
     settings = recipe(micro=micro, sometimes=True)
@@ -72,7 +72,6 @@ def test_parameters_that_some_batches_use(train: Train, micro: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 def test_averaging_by_hand_is_that_of_distributed_data_parallel(train: Train) -> None:
     """The averaging for unused parameters equals that of DistributedDataParallel."""
     more = {"data": {"evaluation": TOY["data"]["train"]}, "train": {"evaluate_every_steps": 5}}

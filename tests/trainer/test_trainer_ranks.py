@@ -14,8 +14,7 @@ pytestmark = [needs_ort, pytest.mark.usefixtures("built")]
 
 
 @pytest.mark.slow
-@pytest.mark.ci
-@pytest.mark.parametrize("stage", ["none", "2"])
+@pytest.mark.parametrize("stage", ["none", pytest.param("2", marks=pytest.mark.ci)])
 def test_losses_on_two_ranks_are_trainers(stage: str, tmp_path: Path) -> None:
     """With DistributedDataParallel and ZeRO 2: losses, resume, report and saved model."""
     if stage != "none":
@@ -31,7 +30,6 @@ def test_zero_3_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 def test_a_search_is_trainers(tmp_path: Path) -> None:
     """hyperparameter_search on one process and on two has the result of transformers' Trainer."""
     pytest.importorskip("optuna")

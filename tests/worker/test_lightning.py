@@ -141,7 +141,6 @@ def test_losses_are_lightnings(tmp_path: Path, model: str, data: str, engine: st
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 def test_inductor_compiles_once(tmp_path: Path) -> None:
     """The index of a pass does not make torch.compile compile again."""
     run = run_here(tmp_path / "run", made("Digits", "images", "inductor"))

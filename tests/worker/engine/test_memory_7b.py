@@ -15,7 +15,7 @@ from ortlaunch.planning.memory import estimate
 from tests.makers import bert
 from tests.worker.engine.test_memory import LLAMA_7B
 
-pytestmark = [pytest.mark.slow, pytest.mark.ci]
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[3]
 RANKS = 8
 PARAMETERS = 6_738_415_616
