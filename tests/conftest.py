@@ -19,8 +19,8 @@ pytest_plugins = ["tests.page"]
 # Without bytecode files, each process that a test starts would compile the package again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
-# Threads that wait for others of their process would spin, and so take the cores from the tests
-# beside them: three times the processor time, on two cores. libgomp reads it when torch is loaded.
+# Threads that wait for others of their process would spin and take the cores from the tests beside
+# them: training took up to six times the processor time. libgomp reads it when torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # Variables that launchers, schedulers and shells set. A test that runs under one of them must not

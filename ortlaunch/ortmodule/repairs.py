@@ -98,10 +98,10 @@ def _has_descriptor(stream: Any) -> bool:
 
 
 def create_session_once() -> None:
-    """Create the training session once, not twice, unless memory optimization needs the first one.
+    """Create the training session once, not twice, unless the list from the first one is used.
 
-    ORT creates a session to list what could be recomputed, and simplifies a formula for each entry
-    of the list. Only a memory optimization level, or a log level below WARNING, uses the list.
+    ORT creates a first session to list what could be recomputed, and simplifies a formula for each
+    entry. Only a memory optimization level, or a log level below WARNING, uses the list.
     """
     patching.wrap_method(owner(TRAINING), "_create_execution_agent", _with_needed_sessions)
 

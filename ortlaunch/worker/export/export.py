@@ -56,7 +56,7 @@ def huggingface(recipe: Recipe, folder: Path, trained: LossModule, data: LoadedD
 
         logging.disable_progress_bar()
         give_back_cache(model, trained.generates_with_cache)
-        # accelerate would import DeepSpeed, seconds long, to ask whether the model is an engine of it.
+        # accelerate would import DeepSpeed, for seconds, to see whether the model is wrapped by it.
         with without_package("deepspeed"):
             model.save_pretrained(folder)
     else:
