@@ -39,8 +39,8 @@ def states(home: Home) -> list[str]:
     return [one["state"] for one in found]
 
 
-def queued(home: Home) -> set[str]:
-    """Return the ids of the jobs that Slurm lists, ended ones too."""
+def listed_jobs(home: Home) -> set[str]:
+    """Return the ids of the jobs that Slurm lists; ended jobs are included."""
     listed = home.lab.run(LOGIN, "squeue", "--noheader", "--states=all", "--name=toy", "-o", "%i")
     return set(listed.stdout.split())
 
@@ -49,8 +49,8 @@ def test_trials_are_jobs(home: Home) -> None:
     """A preempted job and a killed sweep lose no trial and queue none twice; a bad one is pruned."""
     runs = write(home, 20, [1e-2, 1e-3, 1e-9], submit=True, pruner="asha")
     words = [str(COMMAND), "sweep", "recipe.yaml", "--run-dir=swept"]
-    # Slurm still lists jobs of tests before.
-    earlier = queued(home)
+    # Slurm still lists the jobs of earlier tests.
+    earlier = listed_jobs(home)
     first = subprocess.Popen(
         home.lab.command(LOGIN, ["env", "--chdir", str(home.folder), *words]),
         env=home.env,
@@ -69,7 +69,7 @@ def test_trials_are_jobs(home: Home) -> None:
     assert (found[0], found[2]) == ("complete", "pruned"), printed
     jobs = [read_json(run.job) for run in runs]
     assert [one["backend"] for one in jobs] == ["slurm"] * 3
-    assert queued(home) - earlier == {one["id"] for one in jobs}
+    assert listed_jobs(home) - earlier == {one["id"] for one in jobs}
     record = home.lab.run(LOGIN, "scontrol", "show", "job", jobs[0]["id"]).stdout
     assert "Restarts=1" in record
     steps = [row["step"] for row in json_lines(runs[0].metrics, "step").found if "loss" in row]

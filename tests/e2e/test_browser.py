@@ -1,4 +1,4 @@
-"""Artifacts train in a browser as in Python, and two clients' weights return to the run."""
+"""Artifacts train in a browser as in Python, and four clients' weights return to the run."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def in_a_page(artifacts: Path, text: Path, received: Path) -> tuple[list[float],
     return losses, [*sent.values()]
 
 
-def test_two_clients_train_and_return(home: Path, tmp_path: Path) -> None:
+def test_four_clients_train_and_return(home: Path, tmp_path: Path) -> None:
     """A page trains as Python does, sends weights alone, and the run continues from the average."""
     if not (CHROMIUM and WEB.is_dir()):
         why = "needs Chromium (.ci/run installs it) and onnxruntime-web (make test-ci fetches it)"
@@ -115,12 +115,12 @@ def test_two_clients_train_and_return(home: Path, tmp_path: Path) -> None:
     texts = [*topics.topics.values()]
     received = tmp_path / "received"
     received.mkdir()
-    for at, name in enumerate(("browser", "second")):
-        (tmp_path / f"{name}.txt").write_text("\n".join(texts[at::2])[:12_000])
+    for at, name in enumerate(("browser", "second", "third", "fourth")):
+        (tmp_path / f"{name}.txt").write_text("\n".join(texts[at::4])[:12_000])
     text = tmp_path / "browser.txt"
     losses, sent = in_a_page(tmp_path / "artifacts", text, received)
     # The same training in Python, in a process of its own: onnxruntime keeps state.
-    for name in ("browser", "second"):
+    for name in ("browser", "second", "third", "fourth"):
         target = tmp_path / "reference.f32" if name == "browser" else received / f"{name}.f32"
         code = (
             "import sys, json; sys.path.insert(0, sys.argv[1]); import client; "
@@ -145,8 +145,8 @@ def test_two_clients_train_and_return(home: Path, tmp_path: Path) -> None:
         word for word in words if word.lower() not in usual and any(word in body for body in sent)
     ]
     clients = sorted(received.glob("*.f32"))
-    assert len(clients) == 2
-    assert ortlaunch("device", "average", "artifacts", *clients).count("50.00%") == 2
+    assert len(clients) == 4
+    assert ortlaunch("device", "average", "artifacts", *clients).count("25.00%") == 4
     ortlaunch("device", "import", "artifacts", "run", "--to", "back")
     more = ("train.max_steps=60", "log.every_steps=1", "engine.name=ort")
     ortlaunch("train", recipe, *more, "--resume", "back", "--run-dir=continued")

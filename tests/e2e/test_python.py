@@ -144,6 +144,7 @@ def test_the_result_is_used(here: Path) -> None:
     found = run.evaluate(step=3, progress=True)
     assert found["step"] == 3
     assert found["loss"] > 0
+    assert run.evaluate()["loss"] == found["loss"]
     assert (run.export(to="llama-model") / "config.json").exists()
     assert run.generate("The", tokens=3).startswith("The")
 

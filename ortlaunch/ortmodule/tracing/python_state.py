@@ -11,6 +11,7 @@ import contextlib
 import enum
 import functools
 import json
+import operator
 import os
 import random
 import sys
@@ -233,8 +234,8 @@ def drawn(source: random.Random | numpy.random.RandomState | numpy.random.Genera
         state: Mapping[str, object] = source.get_state(legacy=False)
     else:
         state = source.bit_generator.state
-    # Convert arrays to text, so that they can be compared.
-    return json.dumps(state, default=numpy.ndarray.tolist)
+    # Texts, because arrays cannot be compared by ==. Arrays and NumPy's numbers have tolist().
+    return json.dumps(state, default=operator.methodcaller("tolist"))
 
 
 def _is_settings(kind: type) -> bool:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ortlaunch.ortmodule.base.counters import tally
+from ortlaunch.ortmodule.tracing.python_state import drawn
 from tests.ort import needs_ort
 from tests.ortmodule.modules import same, wrapped
 
@@ -339,12 +340,32 @@ def test_what_a_pass_makes_for_itself_is_not(called: Any) -> None:
     same(model, eager)
 
 
-@pytest.mark.parametrize("drawn", [random.random, numpy.random.rand])
-def test_numbers_that_torch_does_not_draw_are_refused(drawn: Callable[[], float]) -> None:
+@pytest.mark.parametrize("draw", [random.random, numpy.random.rand])
+def test_numbers_that_torch_does_not_draw_are_refused(draw: Callable[[], float]) -> None:
     """A forward pass that draws numbers with Python or NumPy is refused."""
     with pytest.raises(Exception, match="draws numbers with Python's"):
         # The export's number would be that of every step.
-        wrapped(Remembering(lambda model, x: x * drawn()))(X)
+        wrapped(Remembering(lambda model, x: x * draw()))(X)
+
+
+@pytest.mark.parametrize("kind", ["MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64", "foreign"])
+def test_a_drawn_number_changes_the_state_of_a_generator(kind: str) -> None:
+    """The text is the same until a number is drawn, for each of NumPy's generators."""
+
+    class Foreign(numpy.random.PCG64):
+        """A generator of another package, with NumPy's own numbers in its state."""
+
+        @property
+        def state(self) -> dict[str, Any]:
+            inner = super().state["state"]["state"]
+            return {"low": numpy.uint64(inner % 2**64), "high": numpy.uint64(inner >> 64)}
+
+    made = Foreign if kind == "foreign" else getattr(numpy.random, kind)
+    generator = numpy.random.Generator(made(1))
+    before = drawn(generator)
+    assert drawn(generator) == before
+    generator.random()
+    assert drawn(generator) != before
 
 
 @pytest.mark.parametrize("kind", ["register_full_backward_hook", "register_full_backward_pre_hook"])
