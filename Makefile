@@ -16,7 +16,7 @@ INSTALLED = $(VENV)/.installed
 # Containers often set it; each process would then compile what it imports, for seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-ci test-slow test-cluster test-control coverage lab check bench docs matrix nightly zoo gpu gpu-wheels clean
+.PHONY: train test test-ci test-slow test-cluster test-control coverage lab check check-types check-words bench docs matrix nightly zoo gpu gpu-wheels clean
 
 train: $(INSTALLED)
 	$(BIN)/ortlaunch train recipes/bert-large/tiny.yaml
@@ -64,7 +64,12 @@ lab: $(INSTALLED)
 check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync check-types check-words
+
+check-types: $(INSTALLED)
 	$(BIN)/mypy
+
+check-words: $(INSTALLED)
 	$(BIN)/python tools/plain_words.py
 	$(BIN)/python -m pytest -q tests/control/test_imports.py tests/control/test_types.py
 

@@ -15,7 +15,7 @@ import io
 import re
 import sys
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,7 +60,8 @@ class Limit(NamedTuple):
 
 def count(text: str) -> Counts:
     """Return the counts of a module."""
-    docstrings = list(_docstrings(text))
+    nodes = list(ast.walk(ast.parse(text)))
+    docstrings = list(_docstrings(nodes))
     comments = list(_comments(text))
     prose = " ".join((*docstrings, *comments))
     lines = text.splitlines()
@@ -71,7 +72,7 @@ def count(text: str) -> Counts:
         what=len(WHAT.findall(prose)),
         comments=len(comments),
         long=sum(len(line) > COLUMNS for line in lines),
-        pairs=sum(map(_is_pair, ast.walk(ast.parse(text)))),
+        pairs=sum(map(_is_pair, nodes)),
         openings=sum(text.startswith("What") for text in docstrings),
     )
 
@@ -91,9 +92,9 @@ def limits(counts: Counts) -> list[Limit]:
     ]
 
 
-def _docstrings(source: str) -> Iterator[str]:
+def _docstrings(nodes: Iterable[ast.AST]) -> Iterator[str]:
     """Strings that are statements: of modules, classes, functions and fields."""
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes:
         match node:
             case ast.Expr(value=ast.Constant(value=str(text))):
                 yield text

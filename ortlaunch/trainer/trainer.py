@@ -121,7 +121,8 @@ class ORTTrainer(Trainer):
                 "accelerator.prepare. Train with one process for each device, without FSDP or "
                 "tensor parallelism"
             )
-        return super().training_step(model, inputs, *args, **kwargs)
+        loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
+        return loss
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run Trainer's step in the precision of training.
@@ -135,7 +136,8 @@ class ORTTrainer(Trainer):
     def get_optimizer_cls_and_kwargs(args: TrainingArguments, model: Any = None) -> tuple[Any, Any]:
         """Return the class of the optimizer and its settings, as Trainer does."""
         if not _is_fused(args):
-            return Trainer.get_optimizer_cls_and_kwargs(args, model)
+            theirs: tuple[Any, Any] = Trainer.get_optimizer_cls_and_kwargs(args, model)
+            return theirs
         settings: Json = {
             "lr": args.learning_rate,
             "betas": (args.adam_beta1, args.adam_beta2),

@@ -219,7 +219,7 @@ class _Template:
 
         rendered: object = render_jinja_template(
             conversations=[chat.messages], chat_template=self.text, return_assistant_tokens_mask=True,
-            **self.tokenizer.special_tokens_map,  # type: ignore[arg-type]  # variables of the template
+            **self.tokenizer.special_tokens_map,  # variables of the template
         )  # fmt: skip
         # transformers annotates the result as str.
         texts, answers = cast("tuple[list[str], list[list[tuple[int, int]]]]", rendered)
