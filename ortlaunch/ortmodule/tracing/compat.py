@@ -167,9 +167,9 @@ def keep_bool_arguments() -> bool:
 def without_warning_of_hooks() -> None:
     """Silence ORT's warning that its ZeRO 3 hooks do not support DeepSpeed 0.16.
 
-    A user cannot act on that warning.
+    A user cannot act on that warning. Where DeepSpeed is not imported yet, the hooks do not load it.
     """
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), without_package("deepspeed"):
         warnings.filterwarnings("ignore", message="DeepSpeed import error")
         importlib.import_module("onnxruntime.training.utils.hooks")
 
@@ -270,8 +270,9 @@ _AFTER_IMPORT: tuple[Repair, ...] = (
 
 def _import() -> ModuleType:
     try:
-        # ORT imports DeepSpeed, whose autotuner would load MLflow for 1.7 s of a core.
-        with without_package("mlflow"):
+        # ORT replaces DeepSpeed's `checkpoint` too, and for that would import DeepSpeed. A model that
+        # calls that function has imported it before.
+        with without_package("deepspeed"):
             return importlib.import_module(_ORTMODULE)
     except ImportError as error:
         extra = extensions.EXTRA_OF[extensions.ort_package()]

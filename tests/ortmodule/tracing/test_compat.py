@@ -41,7 +41,7 @@ export, push = torch.onnx.export, torch.cuda.nvtx.range_push
 compat._BEFORE_IMPORT, compat._AFTER_IMPORT = kept(compat._BEFORE_IMPORT), kept(compat._AFTER_IMPORT)
 operator_table.OPERATORS = kept(operator_table.OPERATORS)
 repaired.import_ortmodule()
-assert first or "mlflow" not in sys.modules, "DeepSpeed loaded MLflow"
+assert first or "deepspeed" not in sys.modules, "ORT loaded DeepSpeed"
 
 class Reverse(torch.autograd.Function):
     @staticmethod
