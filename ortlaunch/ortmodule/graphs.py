@@ -260,7 +260,8 @@ class Graphs:
         # Before the export, so that the old and the new graph do not need memory together.
         del self._kept[KEPT - 1 :]
         # A manager and its autograd function refer to each other, so only a collection frees them.
-        gc.collect()
+        if self._groups:
+            gc.collect()
         manager = managers(call.trains)
         if manager._graph_transition_manager._exported_model_info is not None:
             manager = _another(manager)

@@ -50,9 +50,9 @@ def environment() -> Json:
     # Imported on use: it takes time, and only a start needs it.
     from importlib import metadata
 
-    packages = sorted(
-        {dist.metadata["Name"]: dist.version for dist in metadata.distributions()}.items()
-    )
+    # One call for each package: `metadata` reads its file anew.
+    found = [package.metadata for package in metadata.distributions()]
+    packages = sorted({one["Name"]: one["Version"] for one in found}.items())
     return {
         "ortlaunch": __version__,
         "python": platform.python_version(),
