@@ -95,6 +95,11 @@ REASONS = (
         "eval() with gradients on has a gradient graph, as in eager",
     ),
     (r"cache_exported_model", "ORTMODULE_CACHE_DIR is not used, on purpose"),
+    (
+        r"(?:forward pass is given|model returns) <class",
+        "a RuntimeError that names the type, not ORT's exception",
+    ),
+    (r"missing_op|duplicated_warn_message", "torch computes operators that ORT lacks"),
 )
 
 
