@@ -9,19 +9,24 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.abc
 import importlib.util
 import inspect
 import sys
 import types
 import warnings
+from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ortlaunch.errors import MissingDependency
 from ortlaunch.ortmodule.base import custom_functions, registry
 from ortlaunch.ortmodule.base.patching import ModuleView, environment, without_package
 from ortlaunch.ortmodule.base.registry import Repair
 from ortlaunch.ortmodule.build import cuda_libraries, extensions
+
+if TYPE_CHECKING:
+    from ortlaunch.ortmodule.base.ort_types import AnyFunction
 
 _ORTMODULE = "onnxruntime.training.ortmodule"
 
@@ -270,16 +275,44 @@ _AFTER_IMPORT: tuple[Repair, ...] = (
 
 def _import() -> ModuleType:
     try:
-        # ORT replaces DeepSpeed's `checkpoint` too, and for that would import DeepSpeed. A model that
-        # calls that function has imported it before.
+        # ORT replaces DeepSpeed's `checkpoint` too, and for that would import DeepSpeed.
         with without_package("deepspeed"):
-            return importlib.import_module(_ORTMODULE)
+            ortmodule = importlib.import_module(_ORTMODULE)
     except ImportError as error:
         extra = extensions.EXTRA_OF[extensions.ort_package()]
         raise MissingDependency(
             f"ONNX Runtime Training does not import: {error}. "
             f'Type: pip install "ortlaunch[{extra}]"'
         ) from error
+    if _CHECKPOINTING not in sys.modules:
+        sys.meta_path.insert(0, _CheckpointFinder(ortmodule._override_gradient_checkpoint))
+    return ortmodule
+
+
+_CHECKPOINTING = "deepspeed.runtime.activation_checkpointing.checkpointing"
+
+
+class _CheckpointFinder(importlib.abc.MetaPathFinder):
+    """Replaces DeepSpeed's `checkpoint` once DeepSpeed is imported, as ORT does at its own import."""
+
+    def __init__(self, override: AnyFunction) -> None:
+        self.override = override
+
+    def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
+        """Return the spec of DeepSpeed's module, whose loader also replaces; else None."""
+        if name != _CHECKPOINTING:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        loader: Any = spec and spec.loader
+        load = loader.exec_module
+
+        def load_and_replace(module: Any) -> None:
+            load(module)
+            module.checkpoint = self.override(module.checkpoint)
+
+        loader.exec_module = load_and_replace
+        return spec
 
 
 def _load(name: str) -> None:

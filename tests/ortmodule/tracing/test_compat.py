@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 from collections.abc import Iterable
@@ -367,6 +368,19 @@ def test_each_form_is_needed(built: None, operator: str, fresh_ort: Run) -> None
     done = fresh_ort(PROLOGUE + CHECKS[check], operator)
     assert done.returncode != 0
     assert message in done.stderr
+
+
+@needs_ort
+def test_deepspeed_that_is_imported_later_has_orts_checkpoint(built: None, fresh_ort: Run) -> None:
+    """ORT replaces the function at its own import, which does not import DeepSpeed here."""
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("needs deepspeed: make train installs it")
+    done = fresh_ort(
+        "import sys\nassert 'deepspeed' not in sys.modules\n"
+        "import deepspeed\nprint(deepspeed.checkpointing.checkpoint.__qualname__)"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "_override_gradient_checkpoint." in done.stdout
 
 
 @needs_ort
