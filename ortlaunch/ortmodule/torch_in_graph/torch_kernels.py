@@ -501,6 +501,8 @@ def _bias(graph: Rewriting, node: onnx.NodeProto) -> bool:
         if (
             call is not None
             and call.attribute[0].s == b"linear"
+            # A Gemm's bias is there already.
+            and not call.input[2]
             and graph.users[product] == [node]
             and product not in graph.outputs
             and graph.rank(bias) == 1

@@ -409,6 +409,24 @@ def test_torchs_matrix_products_add_a_bias(
     assert not {"Gemm", "MatMul", "FusedMatMul", "Add"} & {*graph.forward, *graph.backward}
 
 
+class Shifted(Added):
+    """A linear layer with a bias, and the addition of another vector to its result."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        scores = torch.addmm(self.bias, x.flatten(0, 1), self.weight) + self.bias
+        scores = scores + (self.dense(x.flatten(0, 1)) + self.weight[:, 0]).sum(1, keepdim=True)
+        return nn.functional.cross_entropy(scores.cumsum(1), labels.flatten())
+
+
+def test_a_vector_added_to_a_layer_with_a_bias_leaves_the_bias(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The product's own bias is not replaced by the next vector that is added."""
+    monkeypatch.setattr(torch_kernels, "WIDTH", 4)
+    eager = Shifted()
+    check(wrapped(copy.deepcopy(eager)), eager, *batch(1.0))
+
+
 @pytest.mark.parametrize("kind", [Products, Scores])
 def test_torchs_matrix_products(
     kind: type[nn.Module], witness: Witness, monkeypatch: pytest.MonkeyPatch
