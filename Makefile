@@ -61,6 +61,7 @@ test-cluster: $(INSTALLED)
 lab: $(INSTALLED)
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m tests.cluster.lab $(HOSTS)
 
+# mypy and the other rules run side by side.
 check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

@@ -260,6 +260,7 @@ class Graphs:
         # Before the export, so that the old and the new graph do not need memory together.
         del self._kept[KEPT - 1 :]
         # A manager and its autograd function refer to each other, so only a collection frees them.
+        # Before the first export there is none.
         if self._groups:
             gc.collect()
         manager = managers(call.trains)

@@ -79,10 +79,8 @@ def noted(export: Export) -> Iterator[None]:
     yield
     made = export.facts.pop("made", {})
     # A tensor may be left in a reference cycle that nothing uses: collect those before the search.
-    # They are mostly young, and a collection of the oldest generation visits all libraries.
-    for generation in (1, 2):
-        if any(_held(tensor) for tensor in list(made)):
-            gc.collect(generation)
+    if any(_held(tensor) for tensor in list(made)):
+        gc.collect()
     if any(_held(tensor) for tensor in list(made)):
         with _unfrozen():
             export.facts["kept"] = _find(export.module, made)

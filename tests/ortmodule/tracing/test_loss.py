@@ -415,6 +415,7 @@ class Shifted(Added):
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         scores = torch.addmm(self.bias, x.flatten(0, 1), self.weight) + self.bias
         scores = scores + (self.dense(x.flatten(0, 1)) + self.weight[:, 0]).sum(1, keepdim=True)
+        # Softmax ignores a number that is added to all classes; cumsum makes it count.
         return nn.functional.cross_entropy(scores.cumsum(1), labels.flatten())
 
 
