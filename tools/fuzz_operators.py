@@ -351,6 +351,19 @@ FORMS = """
 2-2 | torch.addmv(h[:, 0], h, row)
 1-1 | torch.dot(h, h) + h
 2-4 | F.linear(h, torch.outer(row, row), fixed * number)
+1-4 | F.linear(h, self.second.weight) + row
+1-4 | row.exp() + F.linear(h, self.second.weight)
+1-4 | F.linear(h, self.second.weight.t(), row) + row * number
+2-4 | {L:nn.Linear(6, 6)}(h) + fixed + row
+2-4 | (F.linear(h, self.second.weight) + row).relu() + F.linear(h, self.first.weight) * row
+2-2 | h.t() @ (h @ self.first.weight + row)
+2-2 | (h.t() @ h).t() + row
+2-4 | {L:nn.Linear(6, 6, bias=False)}(h).mean(-1, keepdim=True) + row
+2-4 | h = (h.tanh() + h.mean({d}, keepdim=True))[:, {i}]; h = h * h.tanh()
+2-4 | h = (h / h.exp().mean(-1, keepdim=True))[..., {i}]; h = h + h.tanh()
+3-4 | (h + h.tanh().mean(0))[:, {i}]
+3-4 | (h.mean(0) + h)[:, -1:]
+3-4 | (h / h.exp().mean(0))[..., :2]
 2-4 | torch.einsum("...i,ij->...j", h, torch.outer(row, row))
 2-2 | torch.einsum("bi,bi->b", h, h)
 2-2 | torch.einsum("bi,ij,bj->b", h, torch.outer(row, row), h)

@@ -39,6 +39,7 @@ def cases() -> dict[str, Callable[[], Case]]:
         "WaveNet: dilated, gated": lambda: (Wave(), [x(2, 4, 30)]),
         "contrast: cdist, logsumexp, roll": lambda: (Contrast(), [x(6, 8), x(6, 8)]),
         "variational: distributions, softplus": lambda: (Variational(), [x(6, 8)]),
+        "table: embeddings, vectors added to layers": lambda: (Table(), [x(6, 8), torch.arange(6) % 3, x(6)]),
         **more_nets.cases(),
     }  # fmt: skip
 
@@ -345,3 +346,24 @@ class Variational(nn.Module):
         )
         # Decode the mean: a random sample could not be compared with eager's.
         return functional.mse_loss(self.out(mean), given) + 0.1 * gap
+
+
+class Table(nn.Module):
+    """A net over the rows of a table: two dimensions, biases and learned shifts one after another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds = nn.Embedding(3, 8)
+        self.one = nn.Linear(8, 8)
+        self.two = nn.Linear(8, 8, bias=False)
+        self.out = nn.Linear(8, 1)
+        self.shift = nn.Parameter(torch.randn(8))
+        self.register_buffer("middle", torch.randn(8))
+
+    def forward(
+        self, rows: torch.Tensor, kinds: torch.Tensor, wanted: torch.Tensor
+    ) -> torch.Tensor:
+        hidden = self.one(rows + self.kinds(kinds)) + self.shift
+        hidden = (self.two(hidden.relu()) + self.shift.exp() + self.middle).relu()
+        found = self.out(hidden) + self.shift[:1]
+        return functional.mse_loss(found.squeeze(1), wanted)

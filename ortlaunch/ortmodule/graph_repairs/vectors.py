@@ -2,9 +2,13 @@
 
 `x @ v`: ORT derives it as if the vector were a matrix, and the gradient is wrong. `layer(x)[:, 0]`:
 ORT's compute optimizer picks from a factor instead of the product, and the result keeps a size of 1
-or gets another shape. It does the same before a transpose, as in `lstm(x)[0][:, -1]`. In the graph
-that ORT gets, a vector becomes a matrix of one row or column, a pick becomes one of a list of one
-index, and the size of 1 is removed from the result.
+or gets another shape. It does the same before a transpose, as in `lstm(x)[0][:, -1]`, and before a
+broadcast, as in `(x + x.mean(1, keepdim=True))[:, 0]`, where only the first use of the result loses
+the size of 1. In the graph that ORT gets, a vector becomes a matrix of one row or column, a pick
+becomes one of a list of one index, and the size of 1 is removed from the result.
+
+`(x + table)[:, :2]`: from a table of fewer dimensions, ORT's compute optimizer picks along the axis
+of the same number, which is another dimension. So the table gets leading sizes of 1.
 
 `x.sum((0, 1)).sqrt()`: the gradient of a scalar's Sqrt has one dimension, at which the gradient of
 a sum over listed dimensions fails; so the sum lists none.
@@ -27,10 +31,12 @@ if TYPE_CHECKING:
 # The axis added to a vector on the left and on the right, and its place in the product.
 _NEW_AXIS = (0, 1)
 _OF_PRODUCT = (-2, -1)
+# The operators of two inputs before which ORT's compute optimizer moves a pick.
+_PASSED = ("Add", "Div")
 
 
 def keep_vanishing_sizes() -> None:
-    """Rewrite products by a vector and picks from a product.
+    """Rewrite products by a vector and picks from a computed tensor.
 
     ORT's gradient of the former and its value of the latter are wrong, without an error.
     """
@@ -49,15 +55,18 @@ def _with_sizes_of_one(original: AnyFunction, model: onnx.ModelProto) -> object:
         if value.type.tensor_type.HasField("shape")
     }
     ranks.update({tensor.name: len(tensor.dims) for tensor in graph.initializer})
-    products = {node.output[0] for node in graph.node if node.op_type in ("MatMul", "Transpose")}
+    # ORT recognizes a pick from a Shape in its own form only.
+    computed = {name for node in graph.node if node.op_type != "Shape" for name in node.output}
     for node in graph.node:
         if node.op_type == "MatMul":
             nodes += _as_matrices(node, ranks)
         elif (
-            node.op_type == "Gather" and node.input[0] in products and ranks.get(node.input[1]) == 0
+            node.op_type == "Gather" and node.input[0] in computed and ranks.get(node.input[1]) == 0
         ):
             # A scalar index removes the dimension.
             nodes += _of_one_place(node)
+        elif node.op_type in _PASSED:
+            nodes += _with_leading_sizes(node, ranks)
         else:
             if node.op_type in ("ReduceSum", "ReduceMean") and ranks.get(node.output[0]) == 0:
                 _list_no_axes(node)
@@ -83,6 +92,22 @@ def _as_matrices(node: onnx.NodeProto, ranks: Mapping[str, int]) -> list[onnx.No
         node,
         *_changed("Squeeze", node.output[0], result, [_OF_PRODUCT[place] for place in vectors]),
     ]
+
+
+def _with_leading_sizes(node: onnx.NodeProto, ranks: Mapping[str, int]) -> list[onnx.NodeProto]:
+    """Return a sum or quotient whose inputs have as many dimensions as each other.
+
+    A vector stays: ORT picks from its last dimension only, and recognizes it as a bias.
+    """
+    known = [ranks.get(name, 0) for name in node.input]
+    place = known.index(min(known))
+    missing = max(known) - known[place]
+    if known[place] < 2 or not missing:
+        return [node]
+    name = f"{node.output[0]}_ortlaunch_whole"
+    before = _changed("Unsqueeze", node.input[place], name, list(range(missing)))
+    node.input[place] = name
+    return [*before, node]
 
 
 def _list_no_axes(node: onnx.NodeProto) -> None:

@@ -1,4 +1,4 @@
-"""Products by a vector, and picks from a product."""
+"""Products by a vector, and picks from a product or from a broadcast."""
 
 from __future__ import annotations
 
@@ -147,4 +147,49 @@ def test_sizes_that_vanish_otherwise(name: str) -> None:
         loss.backward()
         expected.backward()
         torch.testing.assert_close(loss, expected)
+        same(model, eager)
+
+
+class Broadcasting(nn.Module):
+    """A part of a value that is broadcast; a trained table has a row for each of five tokens."""
+
+    def __init__(self, part: Product) -> None:
+        super().__init__()
+        self.part = part
+        self.layer = nn.Linear(4, 4)
+        self.table = nn.Parameter(torch.randn(5, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.part(self.layer(x), self.table)
+
+
+def centered(h: torch.Tensor) -> torch.Tensor:
+    return h.tanh() + h.mean(1, keepdim=True)
+
+
+@pytest.mark.parametrize("part", [
+    lambda h, table: functional.normalize(centered(h)[:, 0], dim=-1),
+    lambda h, table: centered(h)[:, -1].square(),
+    lambda h, table: (h + h[..., :1])[..., 2].square(),
+    lambda h, table: (h + table)[:, 0],
+    lambda h, table: (table + h)[:, -1:],
+    lambda h, table: (h / table.exp())[:, [0, 2]],
+    lambda h, table: (h + h.tanh().mean(0))[:, 2:3],
+    lambda h, table: (h.unflatten(2, (2, 2)) + table.view(5, 2, 2))[:, :, 1],
+], ids=["first token, twice", "last token, twice", "column, twice", "first row of a table", "last rows of a table",
+        "divided by a table", "a mean of the samples", "a table of three"])  # fmt: skip
+def test_what_is_picked_from_a_broadcast_is_eagers(part: Product) -> None:
+    """Shape, values and gradients of a part are eager's, also in a batch of another size."""
+    model = Broadcasting(part)
+    eager = copy.deepcopy(model)
+    module = wrapped(model)
+    for rows in (4, 3):
+        x = torch.randn(rows, 5, 4)
+        for each in (model, eager):
+            each.zero_grad()
+        found = module(x)
+        expected = eager(x)
+        found.sin().sum().backward()
+        expected.sin().sum().backward()
+        torch.testing.assert_close(found, expected)
         same(model, eager)
