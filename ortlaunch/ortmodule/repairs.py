@@ -24,6 +24,7 @@ from ortlaunch.ortmodule.base.source_guard import (
     owner,
 )
 from ortlaunch.ortmodule.graph_repairs.broadcasts import keep_broadcast_sizes
+from ortlaunch.ortmodule.graph_repairs.frozen_weights import name_frozen_gradients
 from ortlaunch.ortmodule.graph_repairs.splits import cut_unequal_parts
 from ortlaunch.ortmodule.graph_repairs.symbolic_sizes import infer_symbolic_sizes
 from ortlaunch.ortmodule.graph_repairs.vectors import keep_vanishing_sizes
@@ -216,6 +217,7 @@ REPAIRS = (
     Repair("keep_vanishing_sizes", _EXPORT, keep_vanishing_sizes),
     Repair("cut_unequal_parts", _EXPORT, cut_unequal_parts),
     Repair("infer_symbolic_sizes", _SIZES, infer_symbolic_sizes),
+    Repair("name_frozen_gradients", (f"{TRAINING}._build_graph",), name_frozen_gradients),
     Repair(
         "call_torch_kernels",
         (f"{TRAINING}._build_graph", f"{TRAINING}._create_execution_agent"),

@@ -4,10 +4,10 @@ The former are tensors without a gradient that are concatenated, such as zeros t
 buffer, and a weight that one node uses twice.
 
 ORT's gradient of a Concat names a gradient for each of its inputs, needed or not; that of a
-BatchNormalization does so for its scale and bias. ORT adds up the gradients of a trained input. For
-another input, two results would have one name, and the build fails. In the graph that ORT gets,
-each use reads its own slice of the tensor. The slice is the whole tensor and begins at a unique
-position before the first element, because ORT would merge equal slices.
+BatchNormalization or LayerNormalization does so for its scale and bias. ORT adds up the gradients
+of a trained input. For another input, two results would have one name, and the build fails. In the
+graph that ORT gets, each use reads its own slice of the tensor. The slice is the whole tensor and
+begins at a unique position before the first element, because ORT would merge equal slices.
 
 Integers, such as a Llama's shifted labels, are padded by concatenation: ORT's Pad has no CUDA
 kernel for them, and would copy them to the CPU and back in each step, with a wait. Negative amounts
@@ -17,6 +17,7 @@ are slices.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -32,7 +33,7 @@ from ortlaunch.ortmodule.base.gradients import ends_gradients
 from ortlaunch.ortmodule.base.graph import replace_nodes
 
 # Operators and positions of inputs for which ORT names a gradient, needed or not.
-_NAMED = {"Concat": range(2**20), "BatchNormalization": (1, 2)}
+_NAMED = {"Concat": range(2**20), "BatchNormalization": (1, 2), "LayerNormalization": (1, 2)}
 # Start and end of a slice, beyond those of any tensor: a slice between them is the whole.
 _BEFORE = -(2**40)
 _BEHIND = 2**62
@@ -41,20 +42,24 @@ _BEHIND = 2**62
 def keep_constants_apart(export: Export, model: onnx.ModelProto) -> None:
     """Give each use of a tensor without a gradient its own slice.
 
-    ORT failed where two nodes, or one node twice, use such a tensor in a Concat or
-    BatchNormalization.
+    ORT failed where two nodes, or one node twice, use such a tensor in a Concat or a normalization.
     """
     # Without a backward pass no gradient gets a name.
     if not export.training:
         return
     graph = model.graph
     trained = _trained(export, graph)
+    norms = [node for node in graph.node if node.op_type == "LayerNormalization"]
+    uses = Counter(name for node in norms for name in node.input)
     places = {
         (node.output[0], place)
         for node in graph.node
         if trained.intersection(node.output)
         for place, name in enumerate(node.input)
-        if place in _NAMED.get(node.op_type, ()) and name not in trained
+        if place in _NAMED.get(node.op_type, ())
+        and name not in trained
+        # Of a model with frozen weights, most are used once.
+        and (uses[name] > 1 or node.op_type != "LayerNormalization")
     }
     if len(places) > 1:
         # Names do not matter: ORT merges tensors with equal values.

@@ -161,21 +161,13 @@ def _register_gradient() -> None:
 
 # Any: a Rewriting of torch_kernels.py, which imports this module.
 def complete_calls(rewriting: Any, node: onnx.NodeProto) -> bool:
-    """Complete the calls of the operators in a training graph; return whether one is left out.
-
-    The gradients of frozen inputs, which ORT leaves out but torch's operator returns, get names.
-    Layers with one mask examine it once.
-    """
+    """Let layers with one mask examine it once; return whether the node is left out."""
     if _calls(node, attention_operator.MASKED):
         users = rewriting.users[node.input[0]]
         first = next(user for user in users if _calls(user, attention_operator.MASKED))
         for user in rewriting.users[node.output[0]] if first is not node else ():
             user.input[list(user.input).index(node.output[0])] = first.output[0]
         return first is not node
-    if _calls(node, attention_operator.BACKWARD):
-        names = [*node.output, "", ""][:3]
-        node.output[:] = [name or f"{node.name}_{place}" for place, name in enumerate(names)]
-        rewriting.made.update(node.output)
     return False
 
 
