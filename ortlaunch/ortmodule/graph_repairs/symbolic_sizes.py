@@ -61,9 +61,14 @@ def _head_loss(inference: ShapeInference, node: onnx.NodeProto) -> None:
 
 def _attention(inference: ShapeInference, node: onnx.NodeProto) -> None:
     """Infer attention, of shape (batch, length, heads, size), and its log-sum-exp of the scores."""
-    query, value = (inference._get_shape(node, place) for place in (0, 2))
+    swapped = int(inference._try_get_value(node, 6))
+    shapes = [inference._get_shape(node, place) for place in range(3)]
+    # The query, and likewise keys and values, may be shared by all samples.
+    batch = next((shape[0] for shape in shapes if shape[0] != 1), 1)
+    query, value = shapes[0], shapes[2]
+    lengths = query[1:3] if swapped & 1 else query[2:0:-1]
     sums = [str(one) for one in inference._new_symbolic_shape(3, node, 1)]
-    _set_types(inference, node, _kinds(inference, node), ([*query[:3], value[3]], sums))
+    _set_types(inference, node, _kinds(inference, node), ([batch, *lengths, value[3]], sums))
 
 
 def _kinds(inference: ShapeInference, node: onnx.NodeProto) -> tuple[int, int]:

@@ -231,6 +231,34 @@ def test_other_sequences(shared: bool) -> None:
     assert compare(Cross(), batches) == len(batches)
 
 
+class Latents(Cross):
+    """Trained queries, which all samples share, and a layer that reads the sizes of the result."""
+
+    def __init__(self, turned: bool) -> None:
+        super().__init__()
+        self.latents = nn.Parameter(torch.randn(1, 9, 16))
+        self.out = nn.Linear(32, 3)
+        self.turned = turned
+
+    def forward(self, y: torch.Tensor) -> torch.Tensor:
+        """Return the mean square of a layer after the attention."""
+        queries = self.queries(self.latents).unflatten(2, (4, 8)).transpose(1, 2)
+        # As rotary positions do, this leaves the dimensions swapped where the kernel gets them.
+        queries = queries * 1.5 if self.turned else queries
+        keys, values = self.others(y).unflatten(2, (4, 16)).chunk(2, -1)
+        heads = (queries, keys.transpose(1, 2), values.transpose(1, 2))
+        found = functional.scaled_dot_product_attention(*heads).transpose(1, 2)
+        mean: torch.Tensor = self.out(found.reshape(*found.shape[:2], -1)).square().mean()
+        return mean
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_one_query_for_all_samples(turned: bool) -> None:
+    """The result has the batch of the keys, and the sizes that later layers read."""
+    batches = [(torch.randn(rows, length, 16),) for rows, length in ((2, 5), (3, 12), (1, 1))]
+    assert compare(Latents(turned), batches) == len(batches)
+
+
 def test_no_second_forward_pass() -> None:
     """The graph has the kernel and the kernel's derivative, and keeps no scores."""
     module = wrapped(Attention(MASKS["padding"]))
