@@ -12,6 +12,8 @@ that has it. Exit status 1 if there is one.
 from __future__ import annotations
 
 import argparse
+import gc
+import importlib
 import itertools
 import json
 import os
@@ -195,6 +197,7 @@ def send_matmuls(made: Program) -> None:
     """Let torch or ONNX Runtime compute the matmuls of a program, whose layers are narrow."""
     from ortlaunch.ortmodule.torch_in_graph import torch_kernels
 
+    # The seed of the program is drawn from anew, so that its forms stay as they are.
     torch_kernels.WIDTH = random.Random(made.seed).choice((1, 1, 64))
 
 
@@ -331,7 +334,11 @@ def _prepare() -> None:
     torch.set_num_threads(1)
     from ortlaunch.ortmodule import repaired
 
-    repaired.import_ortmodule()  # once for all children
+    # Once for all children, in which an export would import it and collect its garbage: 7 s become 1.
+    repaired.import_ortmodule()
+    importlib.import_module("torch._dynamo")
+    gc.collect()
+    gc.freeze()
 
 
 def _child(seed: int) -> dict[str, Any]:

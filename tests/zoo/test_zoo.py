@@ -11,10 +11,13 @@ eager's, in each step. A case is a child process with limits of time and memory.
 
 from __future__ import annotations
 
+import gc
+import importlib
 import json
 import os
 import resource
 import signal
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -31,6 +34,7 @@ SECONDS = 240
 GIB = 6.0
 TITLES = {
     "layers": "Layers, losses and activations of torch.nn",
+    "frozen": "Layers of torch.nn whose weights are frozen, all or every other one",
     "nets": "Nets written out",
     "masked-lm": "AutoModelForMaskedLM",
     "causal-lm": "AutoModelForCausalLM",
@@ -39,6 +43,8 @@ TITLES = {
     "speech-seq2seq": "AutoModelForSpeechSeq2Seq",
     "ctc": "AutoModelForCTC",
 }
+# Kinds of which attention is tried as in long sequences; in others it is written out.
+LONG = {"layers", "causal-lm", "speech-seq2seq", "ctc"}
 # Families that do not train on engine ort today (docs/models.md gives the reasons).
 KNOWN = {
     *((task, "reformer") for task in ("masked-lm", "causal-lm", "sequence-classification")),
@@ -57,6 +63,17 @@ def made(kind: str) -> dict[str, Callable[[], Any]]:
     """Return the function that builds model and inputs of each case, by name."""
     if kind == "layers":
         return {name: partial(training.layer_net, make) for name, make in layers.cases().items()}
+    if kind == "frozen":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            weighted = {
+                name: make for name, make in layers.cases().items() if [*make()[0].parameters()]
+            }
+        return {
+            f"{name}, {share}": partial(training.layer_net, make, frozen=frozen)
+            for frozen, share in ((1, "all"), (2, "half"))
+            for name, make in weighted.items()
+        }
     return nets.cases() if kind == "nets" else families.cases(kind)
 
 
@@ -78,6 +95,10 @@ def _imported() -> None:
     torch.set_num_threads(1)
     # No graph is built here: a forked child cannot use its parent's threads.
     ORTModule(nn.Linear(1, 1))
+    # An export imports this, and collects garbage; in a child of this process both take seconds.
+    importlib.import_module("torch._dynamo")
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -88,7 +109,7 @@ def test_it_trains_as_in_eager(
     """A case gives the losses, gradients and buffers of eager PyTorch over three steps."""
     record_property("part", TITLES[kind])
     record_property("case", name)
-    found = in_child(made(kind)[name])
+    found = in_child(made(kind)[name], kind in LONG)
     for column in ("difference", "step 1 from float64, eager's", "torch in the graph"):
         record_property(column, found.get(column))
     if found["state"] == "no case":
@@ -110,7 +131,7 @@ def test_no_layer_is_forgotten() -> None:
     assert classes - tried <= layers.NO_CASE
 
 
-def in_child(make: Callable[[], Any]) -> dict[str, Any]:
+def in_child(make: Callable[[], Any], long: bool) -> dict[str, Any]:
     """Return the result of one case, also if its process dies."""
     read, write = os.pipe()
     child = os.fork()
@@ -118,7 +139,7 @@ def in_child(make: Callable[[], Any]) -> dict[str, Any]:
         try:
             signal.alarm(SECONDS)
             resource.setrlimit(resource.RLIMIT_DATA, (int(GIB * 2**30),) * 2)
-            os.write(write, json.dumps(training.tried(make)).encode())
+            os.write(write, json.dumps(training.tried(make, long)).encode())
             os._exit(0)
         finally:
             # Also after an error: the child must not return into pytest and its cleanup.

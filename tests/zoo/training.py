@@ -42,8 +42,13 @@ class Net(nn.Module):
         return torch.stack(losses).sum() * self.scale
 
 
-def layer_net(make: Callable[[], Any]) -> tuple[nn.Module, list[Any]]:
-    """Return a layer between weights and its inputs, with running statistics reset."""
+def layer_net(make: Callable[[], Any], frozen: int = 0) -> tuple[nn.Module, list[Any]]:
+    """Return a layer between weights and its inputs, with running statistics reset.
+
+    Args:
+        make: returns the layer and its inputs.
+        frozen: 1 freezes all parameters of the layer, 2 every other one.
+    """
     layer, inputs = make()
     with torch.no_grad():
         # Lazy layers create their weights in the first pass.
@@ -51,19 +56,28 @@ def layer_net(make: Callable[[], Any]) -> tuple[nn.Module, list[Any]]:
     for module in layer.modules():
         if hasattr(module, "reset_running_stats"):
             module.reset_running_stats()
+    for parameter in [*layer.parameters()][::frozen] if frozen else ():
+        parameter.requires_grad_(False)
     return Net(layer), inputs
 
 
-def tried(make: Callable[[], Any]) -> dict[str, Any]:
+def tried(make: Callable[[], Any], long: bool = False) -> dict[str, Any]:
     """Return the result of one case.
 
     Its `state` is trains, differs, refused, or no case (eager PyTorch does not run it).
+
+    Args:
+        make: returns the model and its inputs.
+        long: whether attention stays torch's fused kernel, as in models of long sequences.
     """
+    from ortlaunch import machine
     from ortlaunch.ortmodule.base import torch_calls
     from ortlaunch.ortmodule.torch_in_graph import torch_kernels
 
-    # The cases are narrow: torch computes their matmuls, as it does at the widths of real models.
+    # The cases are small: torch computes their matmuls, as it does at the widths of real models.
     torch_kernels.WIDTH = 1
+    if long:
+        machine.FUSED_ATTENTION_SCORES = 1
     torch.manual_seed(0)
     try:
         model, inputs = make()
