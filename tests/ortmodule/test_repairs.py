@@ -289,7 +289,7 @@ WITHOUT = {
     "concatenate_constants": "test_concatenations.py::test_a_part_without_a_gradient_joins_several_times[a buffer]",
     "infer_symbolic_sizes": "test_broadcasts.py::test_sizes_are_formulas[a part of it]",
     "export_grouped_conv1d_as_conv2d": "test_convolutions.py::test_onnx_runtimes_own_gradient",
-    "name_frozen_gradients": "test_frozen_weights.py::test_a_gradient_passes_a_frozen_layer[GroupNorm-all]",
+    "name_frozen_gradients": "test_frozen_weights.py::test_a_gradient_passes_a_frozen_layer[GroupNorm-layer]",
     "call_torch_kernels": "test_loss.py::test_torchs_kernels_compute_the_loss",
     "restore_output_dtypes": "test_outputs.py::test_types_are_eagers[True-relu of half]",
     "keep_outputs": "test_outputs.py::test_the_backward_pass_changes_no_output[probabilities]",

@@ -2,15 +2,19 @@
 
 ORT leaves them out of a node's outputs. Its kernels of LSTMGrad and GRUGrad then write without
 memory, which ends the process; a call of torch's operator fails at a missing name.
+
+ORT's definition of GroupNorm's gradient begins with a constant, which ORT leaves out where the
+first input has no gradient. It is replaced by one without the constant.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from ortlaunch.ortmodule.base.patching import wrap_method
 from ortlaunch.ortmodule.base.source_guard import TRAINING, owner
-from ortlaunch.ortmodule.torch_in_graph import attention_operator
+from ortlaunch.ortmodule.torch_in_graph import attention_operator, own_operators
 
 if TYPE_CHECKING:
     import onnx
@@ -21,7 +25,7 @@ if TYPE_CHECKING:
 _COMPUTED = {
     "LSTMGrad": (1, 2),
     "GRUGrad": (1, 2),
-    "native_group_norm_backward": (0, 1, 2),
+    own_operators.GROUP_NORM_BACKWARD: (0, 1, 2),
     attention_operator.BACKWARD: (0, 1, 2),
 }
 # ONNX's codes of float32, float16, float64 and bfloat16.
@@ -30,7 +34,21 @@ _FLOATS = (1, 10, 11, 16)
 
 def name_frozen_gradients() -> None:
     """From now on, complete the outputs of such nodes in each training graph that ORT builds."""
+    own_operators.define_operators()
+    module: Any = importlib.import_module(
+        "onnxruntime.training.ortmodule._custom_gradient_registry"
+    )
+    operator = "org.pytorch.aten", "ATen", ("native_group_norm", "")
+    module.CustomGradientRegistry.register(*operator, _group_norm)
     wrap_method(owner(TRAINING), "_build_graph", _building)
+
+
+def _group_norm() -> list[tuple[Any, ...]]:
+    """Return the definition of GroupNorm's gradient, in the form of ORT's registry."""
+    # GO is the gradient of an output, GI that of an input, I an input, O an output.
+    inputs = ["GO(0)", "I(0)", "O(1)", "O(2)", "I(1)", *(f"I({place})" for place in range(3, 7))]
+    named = {"operator": {"value": own_operators.GROUP_NORM_BACKWARD, "dtype": "string"}}
+    return [(("ATen", "org.pytorch.aten"), inputs, ["GI(0)", "GI(1)", "GI(2)"], named)]
 
 
 def _building(original: AnyFunction, manager: Manager, *args: object) -> None:

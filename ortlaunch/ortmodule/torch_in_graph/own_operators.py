@@ -1,9 +1,9 @@
-"""Operators for ORT's graphs on CPUs: ORT cannot call torch's own operators for this work.
+"""Operators for ORT's graphs: ORT cannot call torch's own operators for this work.
 
 GELU in its tanh form (torch's operator takes the form's name, and ORT passes no text); the gradient
-of torch.gather (torch has no operator for it); the gradient of a convolution (some of its results
-may be missing). ONNX Runtime's own kernels are slower: docs/measuring.md. The module does not
-depend on ORTModule.
+of torch.gather (torch has no operator for it); the gradients of a convolution and of a GroupNorm
+(some of their results may be missing). All but the last are for CPUs, where ONNX Runtime's own
+kernels are slower: docs/measuring.md. The module does not depend on ORTModule.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ GELU = "ortlaunch::gelu_tanh"
 GELU_BACKWARD = "ortlaunch::gelu_tanh_backward"
 GATHER_BACKWARD = "ortlaunch::gather_backward"
 CONVOLUTION_BACKWARD = "ortlaunch::convolution_backward"
+GROUP_NORM_BACKWARD = "ortlaunch::group_norm_backward"
 
 
 @functools.cache
@@ -38,6 +39,11 @@ def define_operators() -> torch.library.Library:
     ):  # fmt: skip
         library.define(name + form)
         library.impl(name, function, "CPU")
+    library.define(
+        "group_norm_backward(Tensor gradient, Tensor x, Tensor mean, Tensor inverse, Tensor? weight, "
+        "int samples, int channels, int positions, int groups) -> (Tensor, Tensor, Tensor)"
+    )
+    library.impl("group_norm_backward", group_norm_backward, "CompositeExplicitAutograd")
     return library
 
 
@@ -59,4 +65,15 @@ def convolution_backward(
         gradient, x, weight, [weight.shape[0]], stride, padding, dilation, False,
         [0] * len(stride), groups, [bool(wanted >> place & 1) for place in range(3)],
     )  # fmt: skip
+    return tuple(gradient.new_empty(0) if one is None else one for one in found)
+
+
+def group_norm_backward(
+    gradient: Tensor, x: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor | None, *sizes: int
+) -> tuple[Tensor, ...]:
+    """Return the gradients of x, weight and bias in a GroupNorm; without weights, two are empty."""
+    wanted = [True, weight is not None, weight is not None]
+    found = torch.ops.aten.native_group_norm_backward(
+        gradient, x, mean, inverse, weight, *sizes, wanted
+    )
     return tuple(gradient.new_empty(0) if one is None else one for one in found)
