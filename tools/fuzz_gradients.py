@@ -197,7 +197,7 @@ def send_matmuls(made: Program) -> None:
     """Let torch or ONNX Runtime compute the matmuls of a program, whose layers are narrow."""
     from ortlaunch.ortmodule.torch_in_graph import torch_kernels
 
-    # The seed of the program is drawn from anew, so that its forms stay as they are.
+    # A generator of its own: the draw must not change which forms the program has.
     torch_kernels.WIDTH = random.Random(made.seed).choice((1, 1, 64))
 
 

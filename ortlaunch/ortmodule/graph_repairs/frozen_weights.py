@@ -1,7 +1,7 @@
-"""Name the gradients of frozen inputs that a kernel computes in any case.
+"""Name the gradients of frozen weights that a kernel computes in any case.
 
-ORT leaves them out of a node's outputs. Its kernels of LSTMGrad and GRUGrad then write without
-memory, which ends the process; a call of torch's operator fails at a missing name.
+ORT gives such an output of a node no name. Its kernels of LSTMGrad and GRUGrad then write to a null
+pointer, and the process crashes; a call of torch's operator fails.
 
 ORT's definition of GroupNorm's gradient begins with a constant, which ORT leaves out where the
 first input has no gradient. It is replaced by one without the constant.
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from ortlaunch.ortmodule.base.ort_types import AnyFunction, Manager
 
-# Positions of the outputs, by operator of ORT or torch. ORT reads whether the others are wanted.
+# Positions of the outputs that the kernel always computes, by operator of ORT or torch.
 _COMPUTED = {
     "LSTMGrad": (1, 2),
     "GRUGrad": (1, 2),
@@ -33,7 +33,7 @@ _FLOATS = (1, 10, 11, 16)
 
 
 def name_frozen_gradients() -> None:
-    """From now on, complete the outputs of such nodes in each training graph that ORT builds."""
+    """Name these outputs in each training graph that ORT builds from now on."""
     own_operators.define_operators()
     module: Any = importlib.import_module(
         "onnxruntime.training.ortmodule._custom_gradient_registry"

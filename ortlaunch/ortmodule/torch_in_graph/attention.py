@@ -160,15 +160,15 @@ def _register_gradient() -> None:
 
 
 # Any: a Rewriting of torch_kernels.py, which imports this module.
-def complete_calls(rewriting: Any, node: onnx.NodeProto) -> bool:
+def share_masks(rewriting: Any, node: onnx.NodeProto) -> bool:
     """Let layers with one mask examine it once; return whether the node is left out."""
-    if _calls(node, attention_operator.MASKED):
-        users = rewriting.users[node.input[0]]
-        first = next(user for user in users if _calls(user, attention_operator.MASKED))
-        for user in rewriting.users[node.output[0]] if first is not node else ():
-            user.input[list(user.input).index(node.output[0])] = first.output[0]
-        return first is not node
-    return False
+    if not _calls(node, attention_operator.MASKED):
+        return False
+    users = rewriting.users[node.input[0]]
+    first = next(user for user in users if _calls(user, attention_operator.MASKED))
+    for user in rewriting.users[node.output[0]] if first is not node else ():
+        user.input[list(user.input).index(node.output[0])] = first.output[0]
+    return first is not node
 
 
 def _calls(node: onnx.NodeProto, operator: str) -> bool:

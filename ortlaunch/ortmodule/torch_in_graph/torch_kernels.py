@@ -107,7 +107,7 @@ def replace(graph: onnx.GraphProto, products: bool, recomputes: bool = False) ->
         "SimplifiedLayerNormalizationGrad": _rms_norm_gradient,
         "GatherElementsGrad": _gather_gradient,
         "ConvGrad": _convolution,
-        "ATen": attention.complete_calls,
+        "ATen": attention.share_masks,
         **({} if recomputes else recomputable),
         **({"ReduceSum": _sum_of_gradients} if wide else {}),
         **(
