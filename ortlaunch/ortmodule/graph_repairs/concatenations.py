@@ -1,13 +1,14 @@
 """Tensors that a graph uses more than once, and padding.
 
-The former are tensors without a gradient that are concatenated, such as zeros to pad with or a
-buffer, and a weight that one node uses twice.
+The former are tensors without a gradient, such as zeros to pad with, a buffer, a frozen weight or
+the batch, and a weight that one node uses twice.
 
-ORT's gradient of a Concat names a gradient for each of its inputs, needed or not; that of a
-BatchNormalization or LayerNormalization does so for its scale and bias. ORT adds up the gradients
-of a trained input. For another input, two results would have one name, and the build fails. In the
-graph that ORT gets, each use reads its own slice of the tensor. The slice is the whole tensor and
-begins at a unique position before the first element, because ORT would merge equal slices.
+ORT's gradient of a Concat names a gradient for each of its inputs, needed or not; those of a
+BatchNormalization and a LayerNormalization do so for the input, scale and bias, also where ORT makes
+the node of a normalization that is written out. ORT adds up the gradients of a trained input. For
+another input, two results would have one name, and the build fails. In the graph that ORT gets,
+each use reads its own slice of the tensor. The slice is the whole tensor and begins at a unique
+position before the first element, because ORT would merge equal slices.
 
 Integers, such as a Llama's shifted labels, are padded by concatenation: ORT's Pad has no CUDA
 kernel for them, and would copy them to the CPU and back in each step, with a wait. Negative amounts
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
@@ -33,7 +34,9 @@ from ortlaunch.ortmodule.base.gradients import ends_gradients
 from ortlaunch.ortmodule.base.graph import replace_nodes
 
 # Operators and positions of inputs for which ORT names a gradient, needed or not.
-_NAMED = {"Concat": range(2**20), "BatchNormalization": (1, 2), "LayerNormalization": (1, 2)}
+_NAMED = {"Concat": range(2**20), "BatchNormalization": range(3), "LayerNormalization": range(3)}
+# Where an RMSNorm or a LayerNorm that is written out begins: ORT makes one node of it.
+_FIRST = {"Pow", "ReduceMean"}
 # Start and end of a slice, beyond those of any tensor: a slice between them is the whole.
 _BEFORE = -(2**40)
 _BEHIND = 2**62
@@ -49,21 +52,81 @@ def keep_constants_apart(export: Export, model: onnx.ModelProto) -> None:
         return
     graph = model.graph
     trained = _trained(export, graph)
-    norms = [node for node in graph.node if node.op_type == "LayerNormalization"]
-    uses = Counter(name for node in norms for name in node.input)
+    values = _values(graph, trained)
+    named = [
+        (node, place)
+        for node, place in _named(graph)
+        if node.input[place] not in trained
+        and (node.op_type in _FIRST or trained.intersection(node.output))
+    ]
+    read = [values.get(node.input[place], node.input[place]) for node, place in named]
+    uses = Counter(read)
     places = {
         (node.output[0], place)
-        for node in graph.node
-        if trained.intersection(node.output)
-        for place, name in enumerate(node.input)
-        if place in _NAMED.get(node.op_type, ())
-        and name not in trained
-        # Of a model with frozen weights, most are used once.
-        and (uses[name] > 1 or node.op_type != "LayerNormalization")
+        for (node, place), value in zip(named, read)
+        # All of its nodes must read the same tensor, or ORT makes no node of them.
+        if node.op_type not in _FIRST
+        # ORT computes parts of a Concat in advance: different nodes may have one result.
+        and (node.op_type == "Concat" or uses[value] > 1)
     }
-    if len(places) > 1:
-        # Names do not matter: ORT merges tensors with equal values.
+    if len(named) > 1 and places:
         replace_nodes(graph, _with_slices(graph, places, export.info.onnx_graph_input_names[0]))
+
+
+def _values(graph: onnx.GraphProto, trained: set[str]) -> dict[str, tuple[int, int]]:
+    """Return an identity of each computed value without a gradient, by name.
+
+    Equal computations have one identity, for ORT merges them.
+    """
+    numbers: dict[tuple[object, ...], int] = {}
+    values: dict[str, tuple[int, int]] = {}
+    for node in graph.node:
+        if not trained.intersection(node.output):
+            attributes = sorted(one.SerializeToString() for one in node.attribute)
+            inputs = (values.get(name, name) for name in node.input)
+            made = numbers.setdefault((node.op_type, *inputs, *attributes), len(numbers))
+            values.update((name, (made, place)) for place, name in enumerate(node.output))
+    return values
+
+
+def _named(graph: onnx.GraphProto) -> Iterator[tuple[onnx.NodeProto, int]]:
+    """Yield the nodes and positions of inputs for which ORT names a gradient."""
+    makers = {name: node for node in graph.node for name in node.output}
+    scaled: set[str] = set()
+    # Tensors of at least one dimension: a slice takes no scalar.
+    vectors = {value.name for value in graph.input if value.type.tensor_type.shape.dim}
+    vectors.update(tensor.name for tensor in graph.initializer if tensor.dims)
+    for node in graph.node:
+        places = range(1) if node.op_type in _FIRST else _NAMED.get(node.op_type, ())
+        yield from ((node, place) for place in range(len(node.input)) if place in places)
+        if node.op_type in {"Mul", "Add"}:
+            # Scale and bias of a normalization that is written out.
+            for place, (name, other) in enumerate(zip(node.input, reversed(node.input))):
+                found = other in scaled if node.op_type == "Add" else _is_normalized(makers, other)
+                if found and name in vectors:
+                    scaled.update(node.output)
+                    yield node, place
+        # A scale may be computed, such as 1 + weight in Gemma.
+        if vectors.intersection(node.input) and node.op_type in {"Add", "Mul", "Exp", "Cast"}:
+            vectors.update(node.output)
+        if node.op_type == "Constant" and node.attribute[0].t.dims:
+            vectors.update(node.output)
+
+
+def _is_normalized(makers: Mapping[str, onnx.NodeProto], name: str) -> bool:
+    """Return whether a value is a tensor divided by a root, which a Cast may follow."""
+    nothing = onnx.NodeProto()
+    node = makers.get(name, nothing)
+    if node.op_type == "Cast":
+        node = makers.get(node.input[0], nothing)
+    # torch exports rsqrt as 1 / Sqrt.
+    quotients = (
+        [makers.get(given, nothing) for given in node.input] if node.op_type == "Mul" else [node]
+    )
+    return any(
+        found.op_type == "Div" and makers.get(found.input[1], nothing).op_type == "Sqrt"
+        for found in quotients
+    )
 
 
 def _with_slices(
@@ -80,7 +143,7 @@ def _with_slices(
     for node in graph.node:
         for place, name in enumerate(node.input):
             if node.output and (node.output[0], place) in places:
-                whole = node.input[place] = f"{node.output[0]}_ortlaunch_{place}"
+                whole = node.input[place] = f"{node.output[0]}_apart_{place}"
                 if name in constants:
                     nodes += _constant(name, whole, _BEFORE - len(nodes), constants[name], given)
                 else:
@@ -133,7 +196,7 @@ def use_weights_once(export: Export, model: onnx.ModelProto) -> None:
     for node in model.graph.node:
         for place, name in enumerate(node.input):
             if name in weights and name in node.input[:place]:
-                node.input[place] = f"{node.output[0]}_ortlaunch_{place}"
+                node.input[place] = f"{node.output[0]}_apart_{place}"
                 # Two negations leave the value, and are nodes of their own with a gradient each.
                 names = name, f"{node.input[place]}_minus", node.input[place]
                 nodes += [

@@ -57,7 +57,86 @@ def test_a_gradient_passes_a_frozen_layer(name: str, frozen: str) -> None:
     check(LAYERS[name](), frozen, *((5, 4) if name == "GroupNorm" else (3, 2, 4)))
 
 
+class Rms(nn.Module):
+    """An RMSNorm that is written out, as models of transformers have it."""
+
+    def __init__(self, added: float = 0.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(4) + 0.5)
+        self.added = added
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normalized = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+        # Gemma adds 1 to the weight.
+        return (self.added + self.weight) * normalized if self.added else self.weight * normalized
+
+
+class Written(nn.Module):
+    """A LayerNorm that is written out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(4) + 0.5)
+        self.bias = nn.Parameter(torch.rand(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        centered = x - x.mean(-1, keepdim=True)
+        variance = centered.pow(2).mean(-1, keepdim=True)
+        return self.weight * (centered / torch.sqrt(variance + 1e-5)) + self.bias
+
+
+NORMS: dict[str, Callable[[], nn.Module]] = {
+    "LayerNorm": lambda: nn.LayerNorm(4),
+    "LayerNorm without bias": lambda: nn.LayerNorm(4, bias=False),
+    "LayerNorm written out": Written,
+    "BatchNorm": lambda: nn.BatchNorm1d(4),
+    "RMSNorm written out": Rms,
+    "RMSNorm of Gemma": lambda: Rms(1.0),
+}
+
+
 @pytest.mark.parametrize("frozen", ["layer", "layer.weight", "layer.bias"])
-def test_a_frozen_layer_norm_is_used_twice(frozen: str) -> None:
+@pytest.mark.parametrize("name", list(NORMS))
+def test_a_frozen_normalization_is_used_twice(name: str, frozen: str) -> None:
     """The weights of a normalization that layers share have one gradient each, or none."""
-    check(nn.LayerNorm(4), frozen, 5, 4)
+    check(NORMS[name](), frozen, 5, 4)
+
+
+class Branches(nn.Module):
+    """Two normalizations of the same embedding, as in GPT-NeoX, whose sum a layer takes."""
+
+    def __init__(self, *norms: nn.Module) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(9, 4)
+        self.embedding.weight.requires_grad_(False)
+        self.norms = nn.ModuleList(norms)
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(x) if x.dtype == torch.int64 else x
+        return sum((self.last(norm(x)).sin() for norm in self.norms), x).square().sum()
+
+
+@pytest.mark.parametrize("given", ["ids", "batch"])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("LayerNorm", "LayerNorm"),
+        ("BatchNorm", "LayerNorm"),
+        ("RMSNorm written out", "LayerNorm"),
+        ("LayerNorm written out", "BatchNorm"),
+    ],
+    ids=" and ".join,
+)
+def test_a_tensor_without_a_gradient_is_normalized_twice(
+    names: tuple[str, str], given: str
+) -> None:
+    """A frozen embedding, or the batch itself, may be normalized by two layers."""
+    model = Branches(*(NORMS[name]() for name in names))
+    eager = copy.deepcopy(model)
+    x = torch.arange(5) if given == "ids" else torch.randn(5, 4)
+    loss, expected = wrapped(model)(x), eager(x)
+    loss.backward()
+    expected.backward()
+    torch.testing.assert_close(loss, expected)
+    same(model, eager)
