@@ -4,7 +4,8 @@ python tools/fuzz_gradients.py --minutes 30 [--first SEED] [--only SEED...] [--c
 
 A program is one or a few lines of fuzz_operators.py after trained layers, in three batches with
 different sizes, among them a size of 1. Two thirds of the programs send their matmuls to torch, as
-models of real width do. Its seed determines a program completely. Results are kept by seed, and a
+models of real width do, and a quarter have frozen weights. Its seed determines a program
+completely. Results are kept by seed, and a
 later call continues after them. Every difference is printed with the shortest program
 that has it. Exit status 1 if there is one.
 """
@@ -112,6 +113,9 @@ class Program:
         exec(self.source(), scope)
         torch.manual_seed(self.seed)
         net: nn.Module = scope["Net"]()
+        for name, parameter in net.named_parameters() if self.seed % 4 == 1 else ():
+            # By name: a longer or shorter program has the same frozen weights.
+            parameter.requires_grad_(random.Random(f"{self.seed} {name}").random() < 0.4)
         return net
 
     def batches(self) -> list[Batch]:
