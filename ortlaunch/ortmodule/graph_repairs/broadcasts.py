@@ -266,25 +266,25 @@ def _unsure(node: onnx.NodeProto, known: Shapes) -> list[int]:
 
     For most operators it is enough to hide one of two inputs.
     """
+    operator = node.op_type
+    if (operator != "Expand" and operator not in _BROADCASTING | {"MatMul"}) or operator == "Where":
+        return []
     # The result's shape is that of the Expand; the input may be smaller.
-    if node.op_type == "Expand":
-        names = [node.input[0], node.output[0]]
-        places = [0]
-    elif node.op_type in ("Max", "Min"):
-        names = list(node.input)
-        # Their gradient compares each input with the result.
-        places = list(range(len(node.input)))
-    elif node.op_type in (*_BROADCASTING, "MatMul") and node.op_type != "Where":
-        names = list(node.input)
-        places = list(range(1, len(node.input)))
-    else:
-        return []
+    names = [node.input[0], node.output[0]] if operator == "Expand" else [*node.input]
     shapes = [shape for name in names if (shape := known.get(name)) is not None]
-    if len(shapes) < len(names):
-        return []
     # The last two dimensions of a MatMul are not broadcast.
-    batch = [shape[:-2] if node.op_type == "MatMul" else shape for shape in shapes]
-    return places if _may_differ(*batch) else []
+    batch = [shape[:-2] if operator == "MatMul" else shape for shape in shapes]
+    if len(shapes) < len(names) or not _may_differ(*batch):
+        return []
+    if operator == "Expand":
+        return [0]
+    places = range(len(names))
+    if operator in ("Max", "Min"):
+        # Their gradient compares each input with the result.
+        return [*places]
+    # A shape of numbers alone cannot be hidden: ORT computes its Shape in advance.
+    shown = next((at for at in places if all(isinstance(size, int) for size in batch[at])), 0)
+    return [place for place in places if place != shown]
 
 
 def _may_differ(*shapes: Sequence[object]) -> bool:
@@ -299,9 +299,10 @@ def _may_differ(*shapes: Sequence[object]) -> bool:
 
 
 def apart(manager: Manager, args: Args, kwargs: Kwargs) -> bool:
-    """Return whether this batch breaks an equality of input sizes that the graph assumes.
+    """Return whether this batch breaks an equality of sizes that the graph assumes.
 
-    Sizes that were equal in the batch of the export differ in this batch, and one of them is 1.
+    Sizes that were equal in the batch of the export differ in this batch, and one of them is 1. Both
+    are sizes of inputs, or one is a number in the graph.
     """
     info = manager._graph_transition_manager._post_export_processed_model_info
     return any(_are_apart(info, group, args, kwargs) for group in _groups(info))
@@ -318,20 +319,28 @@ def _are_apart(
         for value, axis in given
         if isinstance(value, torch.Tensor) and value.dim() > axis
     ]
-    return any(ones) and not all(ones)
+    # A group of one was equal to a number, which is not 1.
+    return any(ones) and (len(group) == 1 or not all(ones))
 
 
 def _groups(info: GraphInfo) -> list[list[tuple[str, int]]]:
-    """Return the groups of dimensions of the model's inputs that its graph assumes to be equal."""
+    """Return the groups of dimensions of the model's inputs that its graph assumes to be equal.
+
+    A dimension that it assumes to be equal to a number is a group of its own.
+    """
     # Computed once for a graph: this runs before each pass.
     found: list[list[tuple[str, int]]] | None = vars(info).get("_ortlaunch_equal")
     if found is None:
         places: dict[str, list[tuple[str, int]]] = {}
+        numbers: list[list[tuple[str, int]]] = []
         for value in info._post_export_processed_model.graph.input:
             for axis, dim in enumerate(value.type.tensor_type.shape.dim):
-                if dim.dim_param and value.name in info.onnx_graph_input_data_accessor_user_defined:
+                if value.name not in info.onnx_graph_input_data_accessor_user_defined:
+                    continue
+                if dim.dim_param:
                     places.setdefault(dim.dim_param, []).append((value.name, axis))
-        found = vars(info)["_ortlaunch_equal"] = [
-            group for group in places.values() if len(group) > 1
-        ]
+                elif dim.dim_value > 1:
+                    numbers.append([(value.name, axis)])
+        equal = [group for group in places.values() if len(group) > 1]
+        found = vars(info)["_ortlaunch_equal"] = [*equal, *numbers]
     return found

@@ -146,6 +146,46 @@ def test_inputs_of_one_row() -> None:
     )
 
 
+class Column(nn.Module):
+    """An input of one column that meets tensors whose sizes are numbers in the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = nn.Parameter(torch.tensor(1.3))
+        self.row = nn.Parameter(torch.linspace(0.1, 1.0, 6))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        column = x * self.number
+        joined = torch.cat([column, column * self.row], 1)
+        return joined.square().sum() + (column[:1] - (self.row * y).topk(2)[0]).square().sum()
+
+
+def test_a_column_meets_a_fixed_size() -> None:
+    """The gradient of a column is summed up, whether it is the first factor or the second."""
+    # Without the repair it is wrong: ORT computes the shape of six numbers in advance, so that
+    # hiding that shape hides nothing.
+    as_eager(Column(), *((torch.randn(size, 1), torch.randn(6)) for size in (5, 3)))
+
+
+class Pairs(nn.Module):
+    """Pairs of rows, multiplied by rows of another input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.second = nn.Linear(3, 4)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        pairs = torch.stack([self.first(x), self.first(x).sin()], 1)
+        return (pairs * self.second(y)).square().sum()
+
+
+def test_a_batch_of_one_meets_a_fixed_size() -> None:
+    """A batch of the size of a constant dimension may be followed by a batch of one row."""
+    batches = [(torch.randn(size, 3), torch.randn(size, 3)) for size in (2, 1, 2)]
+    as_eager(Pairs(), *batches)
+
+
 @pytest.mark.parametrize("family", ["bert", "llama"])
 def test_equal_sizes_are_left_as_they_are(family: str) -> None:
     """A language model's graph reads no sizes for its gradients."""
