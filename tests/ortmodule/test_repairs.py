@@ -270,7 +270,7 @@ def test_no_checkpointing_no_recomputation() -> None:
 # By repair: the test that must fail in a process without it.
 WITHOUT = {
     "skip_frozen_gradients": "test_repairs.py::test_frozen_weights_have_no_gradient_in_the_graph",
-    "skip_unreached_weights": "test_grad_mode.py::test_loss_and_gradients_are_eagers[a_choice]",
+    "skip_unreached_weights": "test_grad_mode.py::test_loss_and_gradients_are_eagers[a_choice-training]",
     "choose_graphs": "test_repairs.py::test_a_changed_call_is_exported_again[another number]",
     "keep_buffers_exact": "test_buffers.py::test_batch_normalization_is_eagers[trained]",
     "refuse_weight_changes": "test_weight_changes.py::test_a_pass_that_changes_weights_is_refused[.data = ...]",

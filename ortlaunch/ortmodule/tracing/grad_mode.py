@@ -71,7 +71,7 @@ def following_grad_mode(export: Export) -> Export:
     @functools.wraps(export)
     def export_with_grad_mode(model: torch.nn.Module, *args: object, **kwargs: object) -> object:
         with (
-            _GradMode(model, kwargs["training"] == torch.onnx.TrainingMode.TRAINING) as mode,
+            _GradMode(model, kwargs["training"] != torch.onnx.TrainingMode.EVAL) as mode,
             mode.intercepted(),
         ):
             return export(model, *args, **kwargs)
