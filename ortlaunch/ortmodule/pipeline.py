@@ -87,6 +87,7 @@ _PASSES: tuple[tuple[str, Callable[[Export, onnx.ModelProto], None]], ...] = (
     ("keep_broadcast_sizes", broadcasts.note_sizes),
     ("concatenate_constants", concatenations.keep_constants_apart),
     ("sum_repeated_weights", concatenations.use_weights_once),
+    ("export_smoothed_cross_entropy", concatenations.compute_scores),
 )
 # 4. Selection of the inputs and weights that get a gradient.
 _GRADIENTS: tuple[tuple[str, Callable[[Export, onnx.ModelProto, list[str]], list[str]]], ...] = (

@@ -1,4 +1,4 @@
-"""Tensors that a graph uses more than once, and padding.
+"""Tensors that a graph uses more than once, or that no node makes, and padding.
 
 The former are tensors without a gradient, such as zeros to pad with, a buffer, a frozen weight or
 the batch, and a weight that one node uses twice.
@@ -187,7 +187,7 @@ def _numbers(name: str, *numbers: int) -> onnx.NodeProto:
 
 
 def use_weights_once(export: Export, model: onnx.ModelProto) -> None:
-    """Let a node use a weight once; further uses read the weight negated twice.
+    """Let a node use a weight once; further uses read a copy.
 
     ORT adds up a weight's gradients of several nodes only, not of several inputs of one node.
     """
@@ -196,15 +196,32 @@ def use_weights_once(export: Export, model: onnx.ModelProto) -> None:
     for node in model.graph.node:
         for place, name in enumerate(node.input):
             if name in weights and name in node.input[:place]:
-                node.input[place] = f"{node.output[0]}_apart_{place}"
-                # Two negations leave the value, and are nodes of their own with a gradient each.
-                names = name, f"{node.input[place]}_minus", node.input[place]
-                nodes += [
-                    helper.make_node("Neg", [given], [made])
-                    for given, made in zip(names, names[1:])
-                ]
+                nodes += _copy(node, place)
         nodes.append(node)
     replace_nodes(model.graph, nodes)
+
+
+def compute_scores(export: Export, model: onnx.ModelProto) -> None:
+    """Let each loss read scores that a node makes: a copy of those that are an input or a weight.
+
+    ORT looks at the node that makes the scores, and the process crashes if there is none.
+    """
+    made = {name for node in model.graph.node for name in node.output}
+    nodes = []
+    for node in model.graph.node:
+        if node.op_type == "SoftmaxCrossEntropyLossInternal" and node.input[0] not in made:
+            nodes += _copy(node, 0)
+        nodes.append(node)
+    replace_nodes(model.graph, nodes)
+
+
+def _copy(node: onnx.NodeProto, place: int) -> list[onnx.NodeProto]:
+    """Let a node read a copy, and return the nodes that make it."""
+    given = node.input[place]
+    copied = node.input[place] = f"{node.output[0]}_apart_{place}"
+    # Two negations leave the value, ORT does not remove them, and each has a gradient.
+    names = given, f"{copied}_minus", copied
+    return [helper.make_node("Neg", [read], [made]) for read, made in zip(names, names[1:])]
 
 
 def _weights(export: Export) -> set[str]:

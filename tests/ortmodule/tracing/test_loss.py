@@ -19,7 +19,7 @@ from ortlaunch.ortmodule.torch_in_graph import own_operators, rms_norm_gradient,
 from ortlaunch.ortmodule.tracing import cross_entropy
 from ortlaunch.ortmodule.witness import Witness
 from tests.ort import needs_ort
-from tests.ortmodule.modules import Checkpointed, wrapped
+from tests.ortmodule.modules import Checkpointed, same, wrapped
 
 pytestmark = [needs_ort, pytest.mark.usefixtures("built")]
 BATCH = 40
@@ -499,6 +499,36 @@ def test_scores_of_one_sample(options: str, witness: Witness) -> None:
     """Loss and gradients equal eager's, where ONNX Runtime alone aborts the process."""
     model = OneSample(**OPTIONS[options])
     check(wrapped(model), copy.deepcopy(model), *batch(0.2))
+
+
+class Given(nn.Module):
+    """A loss whose scores are the batch's or a weight, beside one of computed scores."""
+
+    def __init__(self, weight: bool) -> None:
+        super().__init__()
+        self.weight = weight
+        self.scores = nn.Parameter(torch.randn(6, CLASSES))
+        self.layer = nn.Linear(CLASSES, CLASSES)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        loss = nn.functional.cross_entropy
+        given = self.scores if self.weight else x
+        return loss(given, labels) * loss(self.layer(self.scores + x), labels)
+
+
+@pytest.mark.parametrize("weight", [False, True], ids=["batch", "weight"])
+def test_scores_that_no_layer_makes(weight: bool) -> None:
+    """The scores of a loss may be the batch itself or a weight."""
+    # Without the repair the process crashes in the build of the graph.
+    torch.manual_seed(0)
+    model = Given(weight)
+    eager = copy.deepcopy(model)
+    x, labels = torch.randn(6, CLASSES), torch.arange(6)
+    losses = [each(x, labels) for each in (wrapped(model), eager)]
+    for found in losses:
+        found.backward()
+    torch.testing.assert_close(*losses)
+    same(model, eager)
 
 
 def test_a_loss_under_autocast_is_computed_in_float32() -> None:
