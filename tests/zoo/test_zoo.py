@@ -35,6 +35,7 @@ GIB = 6.0
 TITLES = {
     "layers": "Layers, losses and activations of torch.nn",
     "frozen": "Layers of torch.nn whose weights are frozen, all or every other one",
+    "given": "Layers of torch.nn on a batch without a gradient, and in evaluation mode",
     "nets": "Nets written out",
     "masked-lm": "AutoModelForMaskedLM",
     "causal-lm": "AutoModelForCausalLM",
@@ -61,8 +62,12 @@ pytestmark = [pytest.mark.zoo, pytest.mark.timeout(SECONDS + 120), needs_ort]
 
 def made(kind: str) -> dict[str, Callable[[], Any]]:
     """Return the function that builds model and inputs of each case, by name."""
-    if kind == "layers":
-        return {name: partial(training.layer_net, make) for name, make in layers.cases().items()}
+    if kind in ("layers", "given"):
+        net = training.Net if kind == "layers" else training.Given
+        return {
+            name: partial(training.layer_net, make, kind=net)
+            for name, make in layers.cases().items()
+        }
     if kind == "frozen":
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -33,21 +33,45 @@ class Net(nn.Module):
         given = [
             v * self.scale if not i and v.is_floating_point() else v for i, v in enumerate(inputs)
         ]
-        found = [
-            v
-            for v in tree_leaves(self.layer(*given))
-            if isinstance(v, torch.Tensor) and v.is_floating_point()
-        ]
-        losses = [(v.sin() + v.square()).mean() for v in found]
+        losses = [(v.sin() + v.square()).mean() for v in floating(self.layer(*given))]
         return torch.stack(losses).sum() * self.scale
 
 
-def layer_net(make: Callable[[], Any], frozen: int = 0) -> tuple[nn.Module, list[Any]]:
-    """Return a layer between weights and its inputs, with running statistics reset.
+class Given(Net):
+    """A net whose layer also takes the batch itself, as does a copy in evaluation mode."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__(layer)
+        self.teacher = copy.deepcopy(layer)
+
+    def train(self, mode: bool = True) -> Given:
+        super().train(mode)
+        self.teacher.eval()
+        return self
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            targets = floating(self.teacher(*inputs))
+        found = floating(self.layer(*inputs))
+        losses = [(v * (t - 0.1).cos()).mean() for v, t in zip(found, targets)]
+        return super().forward(*inputs) + self.scale * torch.stack(losses).sum()
+
+
+def floating(values: Any) -> list[torch.Tensor]:
+    """Return the floating-point tensors among the results of a layer."""
+    tensors = [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+    return [value for value in tensors if value.is_floating_point()]
+
+
+def layer_net(
+    make: Callable[[], Any], frozen: int = 0, kind: type[Net] = Net
+) -> tuple[nn.Module, list[Any]]:
+    """Return a net of a layer and its inputs, with running statistics reset.
 
     Args:
         make: returns the layer and its inputs.
         frozen: 1 freezes all parameters of the layer, 2 every other one.
+        kind: the net.
     """
     layer, inputs = make()
     with torch.no_grad():
@@ -58,7 +82,7 @@ def layer_net(make: Callable[[], Any], frozen: int = 0) -> tuple[nn.Module, list
             module.reset_running_stats()
     for parameter in [*layer.parameters()][::frozen] if frozen else ():
         parameter.requires_grad_(False)
-    return Net(layer), inputs
+    return kind(layer), inputs
 
 
 def tried(make: Callable[[], Any], long: bool = False) -> dict[str, Any]:
