@@ -5,9 +5,8 @@ python tools/fuzz_gradients.py --minutes 30 [--first SEED] [--only SEED...] [--c
 A program is one or a few lines of fuzz_operators.py after trained layers, in three batches with
 different sizes, among them a size of 1. Two thirds of the programs send their matmuls to torch, as
 models of real width do, and a quarter have frozen weights. Its seed determines a program
-completely. Results are kept by seed, and a
-later call continues after them. Every difference is printed with the shortest program
-that has it. Exit status 1 if there is one.
+completely. Results are kept by seed, and a later call continues after them. Every difference is
+printed with the shortest program that has it. Exit status 1 if there is one.
 """
 
 from __future__ import annotations

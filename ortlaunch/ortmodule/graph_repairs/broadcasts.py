@@ -267,7 +267,7 @@ def _unsure(node: onnx.NodeProto, known: Shapes) -> list[int]:
     For most operators it is enough to hide one of two inputs.
     """
     operator = node.op_type
-    if (operator != "Expand" and operator not in _BROADCASTING | {"MatMul"}) or operator == "Where":
+    if operator not in (_BROADCASTING - {"Where"}) | {"Expand", "MatMul"}:
         return []
     # The result's shape is that of the Expand; the input may be smaller.
     names = [node.input[0], node.output[0]] if operator == "Expand" else [*node.input]
@@ -319,7 +319,7 @@ def _are_apart(
         for value, axis in given
         if isinstance(value, torch.Tensor) and value.dim() > axis
     ]
-    # A group of one was equal to a number, which is not 1.
+    # A dimension alone in its group was equal to a number above 1.
     return any(ones) and (len(group) == 1 or not all(ones))
 
 

@@ -1,4 +1,4 @@
-"""Tensors that a graph uses more than once, or that no node makes, and padding.
+"""Tensors that a graph uses more than once, scores that no node computes, and padding.
 
 The former are tensors without a gradient, such as zeros to pad with, a buffer, a frozen weight or
 the batch, and a weight that one node uses twice.
@@ -34,9 +34,13 @@ from ortlaunch.ortmodule.base.gradients import ends_gradients
 from ortlaunch.ortmodule.base.graph import replace_nodes
 
 # Operators and positions of inputs for which ORT names a gradient, needed or not.
-_NAMED = {"Concat": range(2**20), "BatchNormalization": range(3), "LayerNormalization": range(3)}
-# Where an RMSNorm or a LayerNorm that is written out begins: ORT makes one node of it.
-_FIRST = {"Pow", "ReduceMean"}
+_GRADIENT_INPUTS = {
+    "Concat": range(2**20),
+    "BatchNormalization": range(3),
+    "LayerNormalization": range(3),
+}
+# Operators with which a written-out RMSNorm or LayerNorm begins: ORT fuses it into one node.
+_NORM_STARTS = {"Pow", "ReduceMean"}
 # Start and end of a slice, beyond those of any tensor: a slice between them is the whole.
 _BEFORE = -(2**40)
 _BEHIND = 2**62
@@ -52,44 +56,46 @@ def keep_constants_apart(export: Export, model: onnx.ModelProto) -> None:
         return
     graph = model.graph
     trained = _trained(export, graph)
-    values = _values(graph, trained)
+    numbers = _value_numbers(graph, trained)
     named = [
         (node, place)
-        for node, place in _named(graph)
+        for node, place in _gradient_inputs(graph)
         if node.input[place] not in trained
-        and (node.op_type in _FIRST or trained.intersection(node.output))
+        and (node.op_type in _NORM_STARTS or trained.intersection(node.output))
     ]
-    read = [values.get(node.input[place], node.input[place]) for node, place in named]
+    read = [numbers.get(node.input[place], node.input[place]) for node, place in named]
     uses = Counter(read)
     places = {
         (node.output[0], place)
         for (node, place), value in zip(named, read)
-        # All of its nodes must read the same tensor, or ORT makes no node of them.
-        if node.op_type not in _FIRST
-        # ORT computes parts of a Concat in advance: different nodes may have one result.
+        # The nodes of a written-out normalization must read one tensor, or ORT does not fuse them.
+        if node.op_type not in _NORM_STARTS
+        # Every part of a Concat, in case ORT simplifies two computations to the same one. No test
+        # needs this.
         and (node.op_type == "Concat" or uses[value] > 1)
     }
     if len(named) > 1 and places:
         replace_nodes(graph, _with_slices(graph, places, export.info.onnx_graph_input_names[0]))
 
 
-def _values(graph: onnx.GraphProto, trained: set[str]) -> dict[str, tuple[int, int]]:
-    """Return an identity of each computed value without a gradient, by name.
+def _value_numbers(graph: onnx.GraphProto, trained: set[str]) -> dict[str, tuple[int, int]]:
+    """Return the value number of each computed tensor without a gradient, by name.
 
-    Equal computations have one identity, for ORT merges them.
+    Tensors of equal computations have equal value numbers: ORT merges their nodes.
     """
-    numbers: dict[tuple[object, ...], int] = {}
-    values: dict[str, tuple[int, int]] = {}
+    computations: dict[tuple[object, ...], int] = {}
+    numbers: dict[str, tuple[int, int]] = {}
     for node in graph.node:
         if not trained.intersection(node.output):
             attributes = sorted(one.SerializeToString() for one in node.attribute)
-            inputs = (values.get(name, name) for name in node.input)
-            made = numbers.setdefault((node.op_type, *inputs, *attributes), len(numbers))
-            values.update((name, (made, place)) for place, name in enumerate(node.output))
-    return values
+            inputs = (numbers.get(name, name) for name in node.input)
+            computation = (node.op_type, *inputs, *attributes)
+            number = computations.setdefault(computation, len(computations))
+            numbers.update((name, (number, place)) for place, name in enumerate(node.output))
+    return numbers
 
 
-def _named(graph: onnx.GraphProto) -> Iterator[tuple[onnx.NodeProto, int]]:
+def _gradient_inputs(graph: onnx.GraphProto) -> Iterator[tuple[onnx.NodeProto, int]]:
     """Yield the nodes and positions of inputs for which ORT names a gradient."""
     makers = {name: node for node in graph.node for name in node.output}
     scaled: set[str] = set()
@@ -97,7 +103,9 @@ def _named(graph: onnx.GraphProto) -> Iterator[tuple[onnx.NodeProto, int]]:
     vectors = {value.name for value in graph.input if value.type.tensor_type.shape.dim}
     vectors.update(tensor.name for tensor in graph.initializer if tensor.dims)
     for node in graph.node:
-        places = range(1) if node.op_type in _FIRST else _NAMED.get(node.op_type, ())
+        places = (
+            range(1) if node.op_type in _NORM_STARTS else _GRADIENT_INPUTS.get(node.op_type, ())
+        )
         yield from ((node, place) for place in range(len(node.input)) if place in places)
         if node.op_type in {"Mul", "Add"}:
             # Scale and bias of a normalization that is written out.
@@ -202,21 +210,21 @@ def use_weights_once(export: Export, model: onnx.ModelProto) -> None:
 
 
 def compute_scores(export: Export, model: onnx.ModelProto) -> None:
-    """Let each loss read scores that a node makes: a copy of those that are an input or a weight.
+    """Let a loss read a copy of its scores where these are an input or a weight.
 
-    ORT looks at the node that makes the scores, and the process crashes if there is none.
+    ORT's CastSceLossFusion reads the node that computes the scores. Without one the process crashes.
     """
-    made = {name for node in model.graph.node for name in node.output}
+    computed = {name for node in model.graph.node for name in node.output}
     nodes = []
     for node in model.graph.node:
-        if node.op_type == "SoftmaxCrossEntropyLossInternal" and node.input[0] not in made:
+        if node.op_type == "SoftmaxCrossEntropyLossInternal" and node.input[0] not in computed:
             nodes += _copy(node, 0)
         nodes.append(node)
     replace_nodes(model.graph, nodes)
 
 
 def _copy(node: onnx.NodeProto, place: int) -> list[onnx.NodeProto]:
-    """Let a node read a copy, and return the nodes that make it."""
+    """Let the node read a copy of this input, and return the nodes that compute the copy."""
     given = node.input[place]
     copied = node.input[place] = f"{node.output[0]}_apart_{place}"
     # Two negations leave the value, ORT does not remove them, and each has a gradient.

@@ -501,7 +501,7 @@ def test_scores_of_one_sample(options: str, witness: Witness) -> None:
     check(wrapped(model), copy.deepcopy(model), *batch(0.2))
 
 
-class Given(nn.Module):
+class GivenScores(nn.Module):
     """A loss whose scores are the batch's or a weight, beside one of computed scores."""
 
     def __init__(self, weight: bool) -> None:
@@ -517,11 +517,11 @@ class Given(nn.Module):
 
 
 @pytest.mark.parametrize("weight", [False, True], ids=["batch", "weight"])
-def test_scores_that_no_layer_makes(weight: bool) -> None:
+def test_scores_that_no_layer_computes(weight: bool) -> None:
     """The scores of a loss may be the batch itself or a weight."""
     # Without the repair the process crashes in the build of the graph.
     torch.manual_seed(0)
-    model = Given(weight)
+    model = GivenScores(weight)
     eager = copy.deepcopy(model)
     x, labels = torch.randn(6, CLASSES), torch.arange(6)
     losses = [each(x, labels) for each in (wrapped(model), eager)]
