@@ -20,7 +20,7 @@ from ortlaunch.recipe.text.paths import expand_paths
 from ortlaunch.recipe.text.place import Line, Problem, SourceError, in_reading_order, keys
 from ortlaunch.recipe.text.source import override, read, read_values
 from ortlaunch.recipe.text.tree import Tree
-from ortlaunch.recipe.text.yaml_text import dump
+from ortlaunch.recipe.text.yaml_text import dump, load_dumped
 
 __all__ = [
     "Recipe",
@@ -111,7 +111,7 @@ def to_yaml(recipe: Recipe) -> str:
 
 def parse_resolved(text: str) -> Recipe:
     """Return the recipe of a text that `to_yaml` wrote."""
-    return Recipe.model_validate(yaml.safe_load(text))
+    return Recipe.model_validate(load_dumped(text))
 
 
 def read_resolved(path: Path) -> Recipe:

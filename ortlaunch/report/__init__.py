@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from ortlaunch.errors import InputError
@@ -43,6 +44,11 @@ def report(runs: Sequence[Path], to: Path | None, now: str, sweep: Picture | Non
 
 def page(records: Sequence[Record], now: str, sweep: Picture | None = None) -> str:
     """Return the page as text."""
+    return _template().render(content(records), **AREA, version=__version__, now=now, sweep=sweep)
+
+
+@functools.cache
+def _template() -> Template:
     pages = Environment(
         loader=PackageLoader("ortlaunch", "report"),
         # Recipes and errors contain text of users and of other programs.
@@ -54,9 +60,7 @@ def page(records: Sequence[Record], now: str, sweep: Picture | None = None) -> s
         undefined=StrictUndefined,
     )
     pages.filters.update(cell=cell, human=human)
-    return pages.get_template("page.html").render(
-        content(records), **AREA, version=__version__, now=now, sweep=sweep
-    )
+    return pages.get_template("page.html")
 
 
 def _visible(value: object) -> object:

@@ -13,6 +13,7 @@ from ortlaunch.errors import DamagedFile, InputError, OrtlaunchError
 from ortlaunch.other_runs import status
 from ortlaunch.other_runs.status import Status
 from ortlaunch.recipe.text.place import HIDDEN, SECRET, without_secrets
+from ortlaunch.recipe.text.yaml_text import load_dumped
 from ortlaunch.run_folder.folder import RunDir, read_json
 from ortlaunch.run_folder.lines import json_lines
 from ortlaunch.run_folder.resume_record import ResumeRecord
@@ -138,7 +139,7 @@ class _Files:
         """Return a YAML mapping without the values of secrets; empty where there is no file."""
         return dict(
             without_secrets(
-                self._mapping(path, lambda path: yaml.safe_load(path.read_text(encoding="utf-8")))
+                self._mapping(path, lambda path: load_dumped(path.read_text(encoding="utf-8")))
             )
         )
 

@@ -71,7 +71,7 @@ def _composed(text: str, source: str) -> tuple[Any, yaml.Node | None]:
         place = Place(source, before.count("\n") + 1, strange.start() - before.rfind("\n"))
         raise SourceError(place, f"is not YAML: it holds the character {strange[0]!r}; remove it")
     try:
-        loader = (_FAST_LOADER if len(text) < _FAST_UP_TO else yaml.SafeLoader)(text)
+        loader = _loader(text)(text)
         return loader, loader.get_single_node()
     except yaml.MarkedYAMLError as error:
         raise _explained(error, source, text) from None
@@ -150,6 +150,18 @@ class _Dumper(yaml.SafeDumper):
 
 
 _Dumper.add_implicit_resolver(_LIBRARY + "float", _FLOAT, list("-+.0123456789"))
+
+
+def load_dumped(text: str) -> Any:
+    """Return the plain values of a text that `dump` wrote.
+
+    Raises: yaml.YAMLError: the text is not YAML.
+    """
+    return yaml.load(text, _loader(text))
+
+
+def _loader(text: str) -> Any:
+    return _FAST_LOADER if len(text) < _FAST_UP_TO else yaml.SafeLoader
 
 
 def dump(value: Any) -> str:
