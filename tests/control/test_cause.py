@@ -58,13 +58,18 @@ def rendered() -> set[str]:
     return {text for each in failures() for text in (sentence(each), verdict(each), *advice(each))}
 
 
-def read_texts(path: Path) -> Iterator[tuple[int, str, bool]]:
-    """Yield each literal that a module searches for in a text.
+@functools.cache
+def read_texts(path: Path) -> tuple[tuple[int, str, bool], ...]:
+    """Return each literal that a module searches for in a text.
 
-    Yields:
+    Returns:
         The line, the literal, and whether it is a regular expression.
     """
-    for node in ast.walk(tree_of(path)):
+    return tuple(_read_texts(path))
+
+
+def _read_texts(path: Path) -> Iterator[tuple[int, str, bool]]:
+    for node in nodes_of(path):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
             of_re = isinstance(node.func.value, ast.Name) and node.func.value.id == "re"
             if of_re and node.func.attr in _PATTERNS:
@@ -94,23 +99,19 @@ def found_in(text: str, is_pattern: bool, messages: set[str]) -> str | None:
 
 
 @functools.cache
-def tree_of(path: Path) -> ast.Module:
-    """Return the syntax tree of a module; cached because several tests read it."""
-    return ast.parse(path.read_text(encoding="utf-8"))
+def nodes_of(path: Path) -> list[ast.AST]:
+    """Return the nodes of a module's syntax tree; cached because they are read several times."""
+    return [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
 
 
 def messages() -> dict[str, set[str]]:
     """Return the texts of several words by module, without docstrings and searched literals."""
     found: dict[str, set[str]] = {}
     for path in PACKAGE.rglob("*.py"):
-        tree = tree_of(path)
-        docs = {id(each.value) for each in ast.walk(tree) if isinstance(each, ast.Expr)}
+        nodes = nodes_of(path)
+        docs = {id(each.value) for each in nodes if isinstance(each, ast.Expr)}
         read = {text for _, text, _ in read_texts(path)}
-        texts = (
-            each
-            for each in ast.walk(tree)
-            if isinstance(each, ast.Constant) and id(each) not in docs
-        )
+        texts = (each for each in nodes if isinstance(each, ast.Constant) and id(each) not in docs)
         found[str(path)] = {
             each.value for each in texts
             if isinstance(each.value, str) and " " in each.value.strip() and each.value not in read

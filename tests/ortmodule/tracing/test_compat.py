@@ -335,6 +335,8 @@ def repairs(fresh: Run, refusing: Path) -> dict[str, Path]:
 
 
 @needs_ort
+@pytest.mark.slow
+@pytest.mark.ci
 def test_all_checks_pass_with_the_repairs(repairs: dict[str, Path]) -> None:
     """All checks pass with the repairs of the installed versions, with and without the extension."""
     assert set(REFUSING) <= repairs.keys()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import tracemalloc
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.worker.data import Batches, LoadedData, Mixture, OwnSamples
@@ -28,32 +28,37 @@ def taken() -> list[tuple[int, int]]:
     return MixedOrder(SIZES, WEIGHTS, 7).at(list(range(PLACES)))
 
 
-def source_of(sample: int) -> int:
-    return int(np.searchsorted(np.cumsum(SIZES), sample, side="right"))
+@pytest.fixture(scope="module")
+def sources(taken: list[tuple[int, int]]) -> NDArray[np.int64]:
+    """Return the number of the source at each of these places."""
+    samples = np.array(taken)[:, 0]
+    return np.searchsorted(np.cumsum(SIZES), samples, side="right")
 
 
 @pytest.mark.parametrize("steps", [100, 1000, 8192, BLOCK + 5000, PLACES])
-def test_weights_are_hit_within_three_deviations(taken: list[tuple[int, int]], steps: int) -> None:
+def test_weights_are_hit_within_three_deviations(sources: NDArray[np.int64], steps: int) -> None:
     """Each source has its share, within 3 sigma of a random draw, after any number of steps."""
-    counts = Counter(source_of(sample) for sample, _ in taken[:steps])
+    counts = np.bincount(sources[:steps], minlength=len(SIZES))
     for number, weight in enumerate(WEIGHTS):
         share = weight / sum(WEIGHTS)
         assert abs(counts[number] - steps * share) <= 3 * math.sqrt(steps * share * (1 - share))
 
 
-def test_sources_are_shuffled_among_each_other(taken: list[tuple[int, int]]) -> None:
+def test_sources_are_shuffled_among_each_other(sources: NDArray[np.int64]) -> None:
     """A source follows itself as often as in a random order."""
-    first = np.array([source_of(sample) == 0 for sample, _ in taken])
+    first = sources == 0
     pairs = int((first[1:] & first[:-1]).sum())
     # The largest source has a share of 0.6.
     chance = 0.36
     assert abs(pairs - PLACES * chance) < 4 * math.sqrt(PLACES * chance * (1 - chance))
 
 
-def test_an_epoch_of_a_source_has_each_of_its_samples_once(taken: list[tuple[int, int]]) -> None:
+def test_an_epoch_of_a_source_has_each_of_its_samples_once(
+    taken: list[tuple[int, int]], sources: NDArray[np.int64]
+) -> None:
     """An epoch of a source has each sample once; the next epoch follows in another order."""
     for number, (size, begin) in enumerate(zip(SIZES, (0, 1000, 1050))):
-        mine = [(sample - begin, epoch) for sample, epoch in taken if source_of(sample) == number]
+        mine = [(sample - begin, epoch) for sample, epoch in np.array(taken)[sources == number]]
         assert [epoch for _, epoch in mine] == [place // size for place in range(len(mine))]
         epochs = [[sample for sample, _ in mine[start : start + size]] for start in (0, size)]
         assert [sorted(epoch) for epoch in epochs] == [list(range(size))] * 2
