@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import re
 import subprocess
 import time
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from ortlaunch.version import __version__
 
 # Git may need longer for the state of a very large repository on a slow disk: it is then unknown.
 _GIT_SECONDS = 5
+_FIELD = re.compile(r"^(Name|Version): *(\S+)", re.MULTILINE)
 
 
 def record(run: RunDir, recipe: Path, typed: Sequence[str]) -> None:
@@ -47,20 +49,29 @@ def commit(folder: Path) -> dict[str, object] | None:
 
 def environment() -> Json:
     """Return the versions of ortlaunch, Python and every package, with facts about the machine."""
-    # Imported on use: it takes time, and only a start needs it.
-    from importlib import metadata
-
-    # One call for each package: `metadata` reads its file anew.
-    found = [package.metadata for package in metadata.distributions()]
-    packages = sorted({one["Name"]: one["Version"] for one in found}.items())
     return {
         "ortlaunch": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "host": platform.node(),
         "cores": machine.cores(),
-        "packages": dict(packages),
+        "packages": _packages(),
     }
+
+
+def _packages() -> dict[str, str]:
+    """Return the version of each installed package by name, without those of damaged metadata."""
+    # Imported on use: it takes time, and only a start needs it.
+    from importlib import metadata
+
+    found = {}
+    for package in metadata.distributions():
+        text = package.read_text("METADATA") or package.read_text("PKG-INFO") or ""
+        # `package.metadata` would parse the description as well, in ten times the time.
+        fields = dict(_FIELD.findall(text)[:2])
+        if len(fields) == len(("Name", "Version")):
+            found[fields["Name"]] = fields["Version"]
+    return dict(sorted(found.items()))
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
