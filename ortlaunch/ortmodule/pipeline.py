@@ -27,8 +27,10 @@ from ortlaunch.ortmodule.base.source_guard import TRANSITION, owner
 from ortlaunch.ortmodule.graph_repairs import (
     bfloat16,
     broadcasts,
-    concatenations,
     convolutions,
+    copied_inputs,
+    gradient_names,
+    padding,
     postprocess,
 )
 from ortlaunch.ortmodule.state import buffers, model_state, unsupported, weight_changes
@@ -85,9 +87,9 @@ _PASSES: tuple[tuple[str, Callable[[Export, onnx.ModelProto], None]], ...] = (
     ("skip_ignored_labels", cross_entropy.shrink),
     ("export_grouped_conv1d_as_conv2d", convolutions.rewrite),
     ("keep_broadcast_sizes", broadcasts.note_sizes),
-    ("concatenate_constants", concatenations.keep_constants_apart),
-    ("sum_repeated_weights", concatenations.use_weights_once),
-    ("export_smoothed_cross_entropy", concatenations.compute_scores),
+    ("concatenate_constants", gradient_names.keep_constants_apart),
+    ("sum_repeated_weights", copied_inputs.use_weights_once),
+    ("export_smoothed_cross_entropy", copied_inputs.compute_scores),
 )
 # 4. Selection of the inputs and weights that get a gradient.
 _GRADIENTS: tuple[tuple[str, Callable[[Export, onnx.ModelProto, list[str]], list[str]]], ...] = (
@@ -149,7 +151,7 @@ def _traced_once(export: Export, original: AnyFunction, arguments: dict[str, obj
         with contextlib.ExitStack() as contexts:
             for context in _in_force(_CONTEXTS):
                 contexts.enter_context(context(export))
-            contexts.enter_context(concatenations.padding_exactly(export))
+            contexts.enter_context(padding.padding_exactly(export))
             contexts.enter_context(unsupported.uncompiled(export.module))
             contexts.enter_context(attention.without_causal_masks(export))
             contexts.enter_context(operator_translation.operators_as_torch(export))

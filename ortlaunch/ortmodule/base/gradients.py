@@ -54,6 +54,23 @@ def reached(graph: onnx.GraphProto, outputs: Iterable[str] | None = None) -> set
     return reached
 
 
+def trained_inputs(export: Export) -> set[str]:
+    """Return the names of inputs of the graph and of weights that get a gradient."""
+    return {
+        name for name, weight in export.module.named_parameters() if weight.requires_grad
+    }.union(export.info.onnx_graph_input_names_require_grad)
+
+
+def trained_values(export: Export, graph: onnx.GraphProto) -> set[str]:
+    """Return the names of all values that depend on an input or a weight with a gradient."""
+    trained = trained_inputs(export)
+    for node in graph.node:
+        stops = STOPS.get(node.op_type, ())
+        if any(name in trained for place, name in enumerate(node.input) if place not in stops):
+            trained.update(output for output in node.output if not ends_gradients(node, output))
+    return trained
+
+
 # Operators whose results are integers or booleans, which have no gradient.
 _NUMBERS = {
     "ArgMax",

@@ -1,7 +1,6 @@
-"""Tensors that a graph uses more than once, scores that no node computes, and padding.
+"""Tensors without a gradient that a graph uses more than once, and ORT's names of gradients.
 
-The former are tensors without a gradient, such as zeros to pad with, a buffer, a frozen weight or
-the batch, and a weight that one node uses twice.
+Such tensors are zeros to pad with, a buffer, a frozen weight or the batch.
 
 ORT's gradient of a Concat names a gradient for each of its inputs, needed or not; those of a
 BatchNormalization and a LayerNormalization do so for the input, scale and bias, also where ORT makes
@@ -9,28 +8,18 @@ the node of a normalization that is written out. ORT adds up the gradients of a 
 another input, two results would have one name, and the build fails. In the graph that ORT gets,
 each use reads its own slice of the tensor. The slice is the whole tensor and begins at a unique
 position before the first element, because ORT would merge equal slices.
-
-Integers, such as a Llama's shifted labels, are padded by concatenation: ORT's Pad has no CUDA
-kernel for them, and would copy them to the CPU and back in each step, with a wait. Negative amounts
-are slices.
 """
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
-from unittest import mock
 
 import onnx
-import torch
 from onnx import TensorProto, helper
 
-from ortlaunch.ortmodule.base.differentiable import STOPS
 from ortlaunch.ortmodule.base.export import Export
-from ortlaunch.ortmodule.base.gradients import ends_gradients
+from ortlaunch.ortmodule.base.gradients import trained_values
 from ortlaunch.ortmodule.base.graph import replace_nodes
 
 # Operators and positions of inputs for which ORT names a gradient, needed or not.
@@ -55,7 +44,7 @@ def keep_constants_apart(export: Export, model: onnx.ModelProto) -> None:
     if not export.training:
         return
     graph = model.graph
-    trained = _trained(export, graph)
+    trained = trained_values(export, graph)
     numbers = _value_numbers(graph, trained)
     named = [
         (node, place)
@@ -192,105 +181,3 @@ def _constant(
 def _numbers(name: str, *numbers: int) -> onnx.NodeProto:
     value = helper.make_tensor("", TensorProto.INT64, [len(numbers)], numbers)
     return helper.make_node("Constant", [], [name], value=value)
-
-
-def use_weights_once(export: Export, model: onnx.ModelProto) -> None:
-    """Let a node use a weight once; further uses read a copy.
-
-    ORT adds up a weight's gradients of several nodes only, not of several inputs of one node.
-    """
-    weights = _weights(export)
-    nodes = []
-    for node in model.graph.node:
-        for place, name in enumerate(node.input):
-            if name in weights and name in node.input[:place]:
-                nodes += _copy(node, place)
-        nodes.append(node)
-    replace_nodes(model.graph, nodes)
-
-
-def compute_scores(export: Export, model: onnx.ModelProto) -> None:
-    """Let a loss read a copy of its scores where these are an input or a weight.
-
-    ORT's CastSceLossFusion reads the node that computes the scores. Without one the process crashes.
-    """
-    computed = {name for node in model.graph.node for name in node.output}
-    nodes = []
-    for node in model.graph.node:
-        if node.op_type == "SoftmaxCrossEntropyLossInternal" and node.input[0] not in computed:
-            nodes += _copy(node, 0)
-        nodes.append(node)
-    replace_nodes(model.graph, nodes)
-
-
-def _copy(node: onnx.NodeProto, place: int) -> list[onnx.NodeProto]:
-    """Let the node read a copy of this input, and return the nodes that compute the copy."""
-    given = node.input[place]
-    copied = node.input[place] = f"{node.output[0]}_apart_{place}"
-    # Two negations leave the value, ORT does not remove them, and each has a gradient.
-    names = given, f"{copied}_minus", copied
-    return [helper.make_node("Neg", [read], [made]) for read, made in zip(names, names[1:])]
-
-
-def _weights(export: Export) -> set[str]:
-    return {
-        name for name, weight in export.module.named_parameters() if weight.requires_grad
-    }.union(export.info.onnx_graph_input_names_require_grad)
-
-
-def _trained(export: Export, graph: onnx.GraphProto) -> set[str]:
-    """Return the names through which a gradient passes."""
-    trained = _weights(export)
-    for node in graph.node:
-        stops = STOPS.get(node.op_type, ())
-        if any(name in trained for place, name in enumerate(node.input) if place not in stops):
-            trained.update(output for output in node.output if not ends_gradients(node, output))
-    return trained
-
-
-def padding_exactly(export: Export) -> AbstractContextManager[Any]:
-    """Replace torch.nn.functional.pad for an export.
-
-    While open, pad concatenates integers with constants, and crops by slices.
-    """
-    parts: Any = torch._C._nn
-    plain = parts.pad
-
-    @functools.wraps(plain)
-    def pad(
-        x: Any, amounts: Sequence[int], mode: str = "constant", value: float | None = None
-    ) -> Any:
-        if mode != "constant" or torch.is_complex(x):
-            return plain(x, amounts, mode, value)
-        x = _cropped(x, amounts)
-        amounts = [max(0, amount) for amount in amounts]
-        # The clone of an unpadded tensor is a new tensor, as pad's result always is.
-        if x.is_floating_point() or x.dtype == torch.bool:
-            return plain(x, amounts, mode, value) if any(amounts) else x.clone()
-        for place in range(0, len(amounts), 2):
-            # Amounts are listed in pairs from the last dimension backwards.
-            axis = x.dim() - 1 - place // 2
-            # The sum over the axis gives the slice's shape without a size that the trace would fix.
-            one = torch.full_like(x.sum(axis, keepdim=True, dtype=x.dtype), int(value or 0))
-            before, after = (
-                [one.expand([count if dim == axis else -1 for dim in range(x.dim())])]
-                if count
-                else []
-                for count in amounts[place : place + 2]
-            )
-            x = torch.cat([*before, x, *after], axis) if before or after else x
-        return x
-
-    return mock.patch.object(parts, "pad", pad)
-
-
-def _cropped(x: torch.Tensor, amounts: Sequence[int]) -> torch.Tensor:
-    """Return the part that negative amounts leave.
-
-    ORT's Pad reads outside of a tensor if the amounts leave nothing of it.
-    """
-    parts = [slice(None)] * x.dim()
-    for place in range(0, len(amounts), 2):
-        before, after = amounts[place : place + 2]
-        parts[x.dim() - 1 - place // 2] = slice(max(0, -before), min(0, after) or None)
-    return x[tuple(parts)] if min(amounts, default=0) < 0 else x

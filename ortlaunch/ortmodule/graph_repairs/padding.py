@@ -1,0 +1,66 @@
+"""torch.nn.functional.pad in an export.
+
+Integers, such as a Llama's shifted labels, are padded by concatenation: ORT's Pad has no CUDA
+kernel for them, and would copy them to the CPU and back in each step, with a wait. Negative amounts
+are slices.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest import mock
+
+import torch
+
+from ortlaunch.ortmodule.base.export import Export
+
+
+def padding_exactly(export: Export) -> AbstractContextManager[Any]:
+    """Replace torch.nn.functional.pad for an export.
+
+    While open, pad concatenates integers with constants, and crops by slices.
+    """
+    parts: Any = torch._C._nn
+    plain = parts.pad
+
+    @functools.wraps(plain)
+    def pad(
+        x: Any, amounts: Sequence[int], mode: str = "constant", value: float | None = None
+    ) -> Any:
+        if mode != "constant" or torch.is_complex(x):
+            return plain(x, amounts, mode, value)
+        x = _cropped(x, amounts)
+        amounts = [max(0, amount) for amount in amounts]
+        # The clone of an unpadded tensor is a new tensor, as pad's result always is.
+        if x.is_floating_point() or x.dtype == torch.bool:
+            return plain(x, amounts, mode, value) if any(amounts) else x.clone()
+        for place in range(0, len(amounts), 2):
+            # Amounts are listed in pairs from the last dimension backwards.
+            axis = x.dim() - 1 - place // 2
+            # The sum over the axis gives the slice's shape without a size that the trace would fix.
+            one = torch.full_like(x.sum(axis, keepdim=True, dtype=x.dtype), int(value or 0))
+            before, after = (
+                [one.expand([count if dim == axis else -1 for dim in range(x.dim())])]
+                if count
+                else []
+                for count in amounts[place : place + 2]
+            )
+            x = torch.cat([*before, x, *after], axis) if before or after else x
+        return x
+
+    return mock.patch.object(parts, "pad", pad)
+
+
+def _cropped(x: torch.Tensor, amounts: Sequence[int]) -> torch.Tensor:
+    """Return the part that negative amounts leave.
+
+    ORT's Pad reads outside of a tensor if the amounts leave nothing of it.
+    """
+    parts = [slice(None)] * x.dim()
+    for place in range(0, len(amounts), 2):
+        before, after = amounts[place : place + 2]
+        parts[x.dim() - 1 - place // 2] = slice(max(0, -before), min(0, after) or None)
+    return x[tuple(parts)] if min(amounts, default=0) < 0 else x
