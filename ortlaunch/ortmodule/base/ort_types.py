@@ -193,6 +193,8 @@ class ShapeInference(Protocol):
     aten_op_dispatcher_: dict[str, Callable[[onnx.NodeProto], None]]
     known_vi_: dict[str, onnx.ValueInfoProto]
     out_mp_: onnx.ModelProto
+    prefix_: str
+    run_: bool
     symbolic_dims_: dict[str, Any]  # sympy's
     sympy_data_: dict[str, Any]
     _ortlaunch_node: onnx.NodeProto

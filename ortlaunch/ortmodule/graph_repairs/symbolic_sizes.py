@@ -162,7 +162,11 @@ def _named(original: AnyFunction, inference: ShapeInference, *args: object) -> A
     The error is often an AssertionError without a text.
     """
     try:
-        return original(inference, *args)
+        complete = original(inference, *args)
+        # Otherwise ORT would write the graph into the current folder, and raise without a name.
+        if not (complete or inference.run_ or inference.prefix_):
+            raise ValueError("its size is unknown")
+        return complete
     # Inference of a subgraph has already named its operator.
     except ShapeInferenceError:
         raise
