@@ -27,6 +27,7 @@ from ortlaunch.ortmodule.base.source_guard import TRANSITION, owner
 from ortlaunch.ortmodule.graph_repairs import (
     bfloat16,
     broadcasts,
+    constant_outputs,
     convolutions,
     copied_inputs,
     gradient_names,
@@ -90,6 +91,7 @@ _PASSES: tuple[tuple[str, Callable[[Export, onnx.ModelProto], None]], ...] = (
     ("concatenate_constants", gradient_names.keep_constants_apart),
     ("sum_repeated_weights", copied_inputs.use_weights_once),
     ("export_smoothed_cross_entropy", copied_inputs.compute_scores),
+    ("compute_constant_outputs", constant_outputs.compute_outputs),
 )
 # 4. Selection of the inputs and weights that get a gradient.
 _GRADIENTS: tuple[tuple[str, Callable[[Export, onnx.ModelProto, list[str]], list[str]]], ...] = (

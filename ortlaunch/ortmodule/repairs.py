@@ -209,6 +209,7 @@ REPAIRS = (
     Repair("export_grouped_conv1d_as_conv2d", _EXPORT),
     Repair("concatenate_constants", _EXPORT),
     Repair("sum_repeated_weights", _EXPORT),
+    Repair("compute_constant_outputs", _EXPORT),
     Repair(
         "keep_broadcast_sizes",
         (*_EXPORT, *_INFERENCE),

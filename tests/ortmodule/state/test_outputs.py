@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from tests.ort import needs_ort
-from tests.ortmodule.modules import training_graph, wrapped
+from tests.ortmodule.modules import same, training_graph, wrapped
 
 pytestmark = [needs_ort, pytest.mark.usefixtures("built", "seeded")]
 
@@ -116,3 +116,45 @@ def test_an_output_that_only_leaves_the_graph_is_not_copied() -> None:
     returned = next(node for node in training_graph(module).node if node.op_type == "YieldOp").input
     assert len(returned) == 3
     assert "_ortlaunch_" not in " ".join(returned)
+
+
+# Outputs that do not depend on the values of the batch or of a weight.
+CONSTANTS: dict[str, Callable[[torch.Tensor], object]] = {
+    "number": lambda x: 3,
+    "truth": lambda x: True,
+    "size": lambda x: x.shape[0],
+    "zeros": lambda x: torch.zeros(1),
+    "scalar": lambda x: torch.tensor(0.5),
+    "computed": lambda x: torch.arange(4).float().cumsum(0),
+    "empty": lambda x: torch.zeros(0, 2),
+}
+
+
+class WithConstant(nn.Module):
+    """A layer's output beside a constant, in which a loss of another model would be."""
+
+    def __init__(self, constant: Callable[[torch.Tensor], object]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.constant = constant
+
+    def forward(self, x: torch.Tensor) -> dict[str, object]:
+        return {"auxiliary": self.constant(x), "loss": self.layer(x).square().mean()}
+
+
+# ORT warns of every number, also among the outputs.
+@pytest.mark.filterwarnings("ignore:Received input of type")
+@pytest.mark.parametrize("form", CONSTANTS)
+def test_a_constant_is_an_output(form: str) -> None:
+    """Each pass returns the constant, a number as a tensor, and has eager's gradients."""
+    model = WithConstant(CONSTANTS[form])
+    eager = copy.deepcopy(model)
+    module = wrapped(model)
+    for size in (3, 2):
+        x = torch.randn(size, 4)
+        ours = module(x)
+        theirs = eager(x)
+        torch.testing.assert_close(ours["auxiliary"], torch.as_tensor(theirs["auxiliary"]))
+        ours["loss"].backward()
+        theirs["loss"].backward()
+    same(model, eager)
