@@ -26,7 +26,7 @@ train: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
-# What takes no torch, in less than 20 seconds on 2 cores: half of them wait for a process, so that a worker more pays.
+# What takes no torch, in less than a minute on 2 cores: half of them wait for a process, so that a worker more pays.
 test-control: $(INSTALLED)
 	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder tests/control
 
