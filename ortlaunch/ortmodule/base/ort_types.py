@@ -139,6 +139,12 @@ class FallbackManager(Protocol):
     def is_pending(self) -> bool: ...
 
 
+class BuiltGraph(Protocol):
+    """ORT's GraphInfo of a training graph."""
+
+    output_grad_indices_non_differentiable: list[int]
+
+
 class Manager(Protocol):
     """ORT's GraphExecutionManager, of training or of inference."""
 
@@ -149,6 +155,7 @@ class Manager(Protocol):
     _execution_agent: Agent  # None before the first pass
     _fallback_manager: FallbackManager
     _flattened_module: nn.Module
+    _graph_info: BuiltGraph  # of a training graph, once it is built
     _graph_transition_manager: Transition
     _logger: logging.Logger
     _onnx_models: OnnxModels

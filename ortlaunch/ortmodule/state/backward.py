@@ -1,10 +1,11 @@
 """Autograd's rules for ONNX Runtime's backward pass.
 
-The rules concern unused outputs, changed tensors and second derivatives. ORT gives every weight a
-gradient of zeros where its output was not used, computes with tensors that were changed after the
-forward pass, and has no derivative of its gradients. Here weights of unused outputs get no
-gradient, as in PyTorch. Changed tensors raise an error as in PyTorch, and so do second derivatives,
-which PyTorch would compute.
+The rules concern unused outputs, outputs without a gradient, changed tensors and second
+derivatives. ORT gives every weight a gradient of zeros where its output was not used, takes a
+gradient of all but one of the outputs that have none, computes with tensors that were changed after
+the forward pass, and has no derivative of its gradients. Here weights of unused outputs and outputs
+without a gradient get none, as in PyTorch. Changed tensors raise an error as in PyTorch, and so do
+second derivatives, which PyTorch would compute.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ _TWICE = (
 def follow_autograd() -> None:
     """Let ORT's autograd function follow autograd's rules.
 
-    It ignores versions of tensors, unused outputs and second derivatives.
+    It ignores versions of tensors, unused outputs, most outputs without a gradient, and second
+    derivatives.
     """
     wrap_method(owner(TRAINING), "_create_autofunction_class", _following)
 
@@ -81,6 +83,9 @@ def _following(original: AnyFunction, manager: Manager) -> object:
             # inside the graph saves, while ONNX Runtime holds its lock.
             with torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged):
                 outputs = function.forward(ctx, *inputs)
+            # ORT marks one after the other, and of several calls autograd keeps the last alone.
+            constant = manager._graph_info.output_grad_indices_non_differentiable
+            ctx.mark_non_differentiable(*(outputs[place] for place in constant))
             names = list(_info(manager).onnx_graph_input_names)
             ctx.ortlaunch_saved = list(_saved(names, inputs, _facts(manager).needed))
             return outputs

@@ -158,3 +158,29 @@ def test_a_constant_is_an_output(form: str) -> None:
         ours["loss"].backward()
         theirs["loss"].backward()
     same(model, eager)
+
+
+class WithoutGradients(nn.Module):
+    """A layer's output beside several outputs that depend on no weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        hidden = self.layer(x)
+        return [x.exp(), hidden, hidden.detach().sin(), torch.zeros(1), x.argmax(-1)]
+
+
+def test_outputs_without_a_gradient_have_none() -> None:
+    """Several outputs have no gradient; a loss of all outputs has eager's gradients."""
+    # ORT marked the last of them alone, and the backward pass of such a loss failed.
+    model = WithoutGradients()
+    eager = copy.deepcopy(model)
+    x = torch.randn(3, 4)
+    outputs = wrapped(model)(x), eager(x)
+    marks = [[output.requires_grad for output in each] for each in outputs]
+    assert marks == [[False, True, False, False, False]] * 2
+    for each in outputs:
+        torch.stack([output.float().square().sum() for output in each]).sum().backward()
+    same(model, eager)
