@@ -10,11 +10,13 @@ import contextlib
 import copy
 import functools
 import itertools
+import sys
 import time
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -74,6 +76,9 @@ _FREE = {
     "lift_fresh",
 }
 _COPIES = {"clone", "copy_", "_to_copy", "cat"}
+# Where transformers looks whether a mask hides any token.
+_MASKS = "transformers.masking_utils"
+_SKIPS = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
 # Elements of the tensors on which rates are measured: from within a cache to beyond all of them.
 _SIZES = (2**12, 2**16, 2**19, 2**21, 2**23 - 2**16, 2**23)
 _CACHED = 2**20  # bytes; larger inputs and results of an operator are in no cache
@@ -215,7 +220,8 @@ def count(
     with contextlib.nullcontext() if values else FakeCopyMode(fake):
         model = copy.deepcopy(model)
     # The tracker warns of each backward pass of a module without inputs that have gradients.
-    with contextlib.nullcontext() if values else fake, warnings.catch_warnings():
+    skipped = contextlib.nullcontext() if values else _full_masks_skipped(batch)
+    with skipped, contextlib.nullcontext() if values else fake, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if not values:
             batch = {name: fake.from_tensor(value) for name, value in batch.items()}
@@ -247,6 +253,30 @@ def count(
     trained = [each for each in model.parameters() if each.requires_grad]
     whole = sum(each.nbytes for each in (*model.parameters(), *trained, *kept))
     return Counted([(kind, size, value) for (kind, size), value in units.items()], whole, int(peak))
+
+
+@contextlib.contextmanager
+def _full_masks_skipped(batch: Mapping[str, object]) -> Iterator[None]:
+    """Make transformers leave out masks whose values it cannot read, if they hide no token.
+
+    In a run it reads the values, and calls attention without a mask: half of the operations, if the
+    attention is causal.
+    """
+    masks = [each for name, each in batch.items() if name.endswith("attention_mask")]
+    module = sys.modules.get(_MASKS)
+    with contextlib.ExitStack() as stack:
+        if module and all(isinstance(each, torch.Tensor) and each.all() for each in masks):
+            for name in set(_SKIPS) & vars(module).keys():
+                original = getattr(module, name)
+                stack.enter_context(mock.patch.object(module, name, _without_mask(original)))
+        yield
+
+
+def _without_mask(skips: Callable[..., bool]) -> Callable[..., bool]:
+    def call(padding_mask: object, *given: object, **named: object) -> bool:
+        return skips(None, *given, **named)
+
+    return call
 
 
 def measure(device: torch.device, dtype: torch.dtype) -> Rates:

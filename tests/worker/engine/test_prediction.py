@@ -57,6 +57,21 @@ def test_work_of_a_llama_is_that_of_its_matrices() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.parametrize("hidden", [0, 8])
+def test_attention_is_counted_as_transformers_calls_it(hidden: int) -> None:
+    """A mask that hides no token is left out, as in a run; attention is causal then."""
+    model, batch = llama()
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    batch["attention_mask"][0, :hidden] = 0
+    without, real = (count(RECIPE, model, batch, CPU, 1, values) for values in (False, True))
+    kinds = {kind for kind, *_ in without.work}
+    assert ("causal attention" in kinds, "attention" in kinds) == (not hidden, bool(hidden))
+    attention = [
+        {each for each in found.work if "attention" in each[0]} for found in (without, real)
+    ]
+    assert attention[0] == attention[1] != set()
+
+
 def test_frozen_parameters_have_no_gradients() -> None:
     """A model with frozen parameters, such as LoRA's, is counted without their gradients."""
     model, batch = llama()
