@@ -750,7 +750,7 @@ def attending(name: str, engine: str) -> Step:
 
     from ortlaunch import machine
     from ortlaunch.ortmodule import ORTModule, Settings, options
-    from ortlaunch.worker.engine.allocator import keep_freed_memory
+    from ortlaunch.worker.engine.allocator import give_back_freed_memory, keep_freed_memory
     from ortlaunch.worker.model.model import LossModule
 
     keep_freed_memory(os.environ)
@@ -790,6 +790,9 @@ def attending(name: str, engine: str) -> Step:
         optimizer.step()
         optimizer.zero_grad()
 
+    step()
+    # A run does the same after the first pass of its engine.
+    give_back_freed_memory()
     return step
 
 

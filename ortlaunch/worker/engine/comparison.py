@@ -18,6 +18,7 @@ from torch import nn
 
 from ortlaunch.errors import EngineError
 from ortlaunch.precisions import PRECISIONS
+from ortlaunch.worker.engine.allocator import give_back_freed_memory
 from ortlaunch.worker.engine.differences import Comparison, Pass, Tensors, compared, exact, judged
 from ortlaunch.worker.engine.draws import Draws, Replaying
 from ortlaunch.worker.engine.float64 import in_float64
@@ -84,6 +85,8 @@ def compare(
             theirs = passed(reference.forward, trained)
         if not torch.equal(_random_state(device), before):
             raise DrawsNumbers
+        # What plain PyTorch's pass has freed does not stay beside the module's memory.
+        give_back_freed_memory()
         ours = passed(module, trained)
         found = compared(ours, theirs, limits)
         if limits.is_narrow or found.largest <= tolerance:

@@ -6,6 +6,7 @@ comparison itself is in comparison.py.
 
 from __future__ import annotations
 
+import gc
 import json
 import time
 from typing import Any
@@ -16,6 +17,7 @@ from ortlaunch.recipe.rules.parity import Compared, compared_steps
 from ortlaunch.run_folder.engine_report import Parity
 from ortlaunch.run_folder.folder import RunDir, json_text, write_json, write_text
 from ortlaunch.run_folder.records import ParityLine, as_json
+from ortlaunch.worker.engine.allocator import give_back_freed_memory
 from ortlaunch.worker.engine.comparison import compare_with_draws, dropouts
 from ortlaunch.worker.engine.differences import Comparison, Difference
 from ortlaunch.worker.engine.engine import TrainingEngine
@@ -94,16 +96,22 @@ class ParitySteps:
             raise ParityError(self._described(record))
         _print_once(self.group, self._automatic(record) if self.why else _line(record))
         if step + 1 == self.end:
-            # These are separate graphs; their memory is needed no more.
-            self.module = self.replayed = None
+            self._release()
             if not self.why:
                 _print_once(self.group, self._verdict())
 
     def _leave_out(self, why: str) -> None:
         self.end = 0
-        self.module = None
+        self._release()
         self.engine.record.parity = Parity("not compared", why)
         _print_once(self.group, f"parity: not compared: {why}")
+
+    def _release(self) -> None:
+        """Free the graphs of the comparison, which training does not use."""
+        self.module = self.replayed = None
+        # An ORTModule is part of reference cycles.
+        gc.collect()
+        give_back_freed_memory()
 
     def compared(self, step: int) -> Record:
         """Return this rank's record of the step, or the error that prevented it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -97,6 +98,19 @@ def test_only_the_first_steps_are_compared(
     for step in range(2):
         alone.check(step)
     assert "largest relative differences of 2 gradients:" in capsys.readouterr().out
+
+
+def test_the_comparisons_module_is_freed_after_the_last_step(tmp_path: Path) -> None:
+    """A module in a reference cycle, as an ORTModule is, does not stay until the end of the run."""
+    compared = steps(RunDir(tmp_path))
+    module = compared._module()
+    module.itself = module
+    alive = weakref.ref(module)
+    del module
+    compared.check(0)
+    assert alive() is not None
+    compared.check(1)
+    assert alive() is None
 
 
 def test_a_resumed_run_goes_on_with_its_record(tmp_path: Path) -> None:
