@@ -78,6 +78,6 @@ def host_takes_free_memory() -> bool:
 
 
 def give_back_freed_memory() -> None:
-    """Trim the heap once, after work that is not repeated: an export, a comparison."""
+    """Trim the heap, after work that training does not repeat: an export, a comparison."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)

@@ -85,7 +85,7 @@ def compare(
             theirs = passed(reference.forward, trained)
         if not torch.equal(_random_state(device), before):
             raise DrawsNumbers
-        # What plain PyTorch's pass has freed does not stay beside the module's memory.
+        # Otherwise the memory that PyTorch's pass has freed would stay beside the module's.
         give_back_freed_memory()
         ours = passed(module, trained)
         found = compared(ours, theirs, limits)

@@ -76,9 +76,9 @@ _FREE = {
     "lift_fresh",
 }
 _COPIES = {"clone", "copy_", "_to_copy", "cat"}
-# Where transformers looks whether a mask hides any token.
+# transformers' functions that decide whether attention needs a mask, and their module.
 _MASKS = "transformers.masking_utils"
-_SKIPS = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
+_DECISIONS = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
 # Elements of the tensors on which rates are measured: from within a cache to beyond all of them.
 _SIZES = (2**12, 2**16, 2**19, 2**21, 2**23 - 2**16, 2**23)
 _CACHED = 2**20  # bytes; larger inputs and results of an operator are in no cache
@@ -257,24 +257,25 @@ def count(
 
 @contextlib.contextmanager
 def _full_masks_skipped(batch: Mapping[str, object]) -> Iterator[None]:
-    """Make transformers leave out masks whose values it cannot read, if they hide no token.
+    """Make transformers leave out the attention mask if no mask of the batch hides a token.
 
-    In a run it reads the values, and calls attention without a mask: half of the operations, if the
-    attention is causal.
+    In a run transformers reads the values of a mask to decide this. Here they have none, and it
+    would keep the mask: twice the operations, if the attention is causal. A mask that the model
+    makes itself is assumed to hide no token.
     """
     masks = [each for name, each in batch.items() if name.endswith("attention_mask")]
     module = sys.modules.get(_MASKS)
     with contextlib.ExitStack() as stack:
         if module and all(isinstance(each, torch.Tensor) and each.all() for each in masks):
-            for name in set(_SKIPS) & vars(module).keys():
+            for name in set(_DECISIONS) & vars(module).keys():
                 original = getattr(module, name)
                 stack.enter_context(mock.patch.object(module, name, _without_mask(original)))
         yield
 
 
-def _without_mask(skips: Callable[..., bool]) -> Callable[..., bool]:
+def _without_mask(decision: Callable[..., bool]) -> Callable[..., bool]:
     def call(padding_mask: object, *given: object, **named: object) -> bool:
-        return skips(None, *given, **named)
+        return decision(None, *given, **named)
 
     return call
 

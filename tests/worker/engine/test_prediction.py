@@ -63,11 +63,11 @@ def test_attention_is_counted_as_transformers_calls_it(hidden: int) -> None:
     model, batch = llama()
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     batch["attention_mask"][0, :hidden] = 0
-    without, real = (count(RECIPE, model, batch, CPU, 1, values) for values in (False, True))
-    kinds = {kind for kind, *_ in without.work}
+    counted, computed = (count(RECIPE, model, batch, CPU, 1, values) for values in (False, True))
+    kinds = {kind for kind, *_ in counted.work}
     assert ("causal attention" in kinds, "attention" in kinds) == (not hidden, bool(hidden))
     attention = [
-        {each for each in found.work if "attention" in each[0]} for found in (without, real)
+        {each for each in found.work if "attention" in each[0]} for found in (counted, computed)
     ]
     assert attention[0] == attention[1] != set()
 
