@@ -14,7 +14,7 @@ from ortlaunch.launch_plan import Plan
 from ortlaunch.rank import Rank
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker.engine.allocator import keep_freed_memory
-from ortlaunch.worker.engine.binding import bind, shown
+from ortlaunch.worker.engine.binding import bind, let_waiting_threads_sleep, shown
 from ortlaunch.worker.engine.garbage import collect_as_usual, collect_rarely
 from ortlaunch.worker.process_group.meeting_port import require_free
 from ortlaunch.worker.supervision.child import be_ended_first
@@ -68,6 +68,7 @@ def live(run: RunDir, rank: Rank, watchdog: Watchdog) -> int:
         require_free(rank, os.environ)
     bound = bind(recipe.launch.binding, plan, rank, os.environ)
     plan = replace(plan, threads=bound.threads or plan.threads)
+    let_waiting_threads_sleep(os.environ)
     # Otherwise DeepSpeed guesses the device, and warns.
     os.environ["DS_ACCELERATOR"] = plan.device
     freed = keep_freed_memory(os.environ) if plan.device == "cpu" else None

@@ -15,11 +15,13 @@ from ortlaunch.die_with_parent import die_with_parent
 from ortlaunch.errors import OrtlaunchError
 from ortlaunch.tasks import TASKS
 from ortlaunch.worker.__main__ import expect_no_gpu
+from ortlaunch.worker.engine.binding import let_waiting_threads_sleep
 
 
 def main() -> int:
     """Run a task that needs no plan; return its exit status, or that of its error."""
     die_with_parent(signal.SIGTERM, os.getppid())
+    let_waiting_threads_sleep(os.environ)
     # Other libraries import DeepSpeed, which would guess the device and warn.
     os.environ["DS_ACCELERATOR"] = "cpu"
     expect_no_gpu("cpu")

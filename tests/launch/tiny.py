@@ -56,6 +56,8 @@ def model(fails=False, supervisor_sleeps=0):
     return Model(fails, supervisor_sleeps)
 
 def data():
+    # Each rank's threads sleep while they wait; `ortlaunch` below has removed the tests' own value.
+    assert os.environ["OMP_WAIT_POLICY"].lower() == "passive"
     return [{"x": torch.ones(4) * i / 64, "y": torch.ones(1)} for i in range(64)]
 """
 
@@ -87,10 +89,11 @@ def ortlaunch(
     **environ: str,
 ) -> subprocess.CompletedProcess[str]:
     """Run the command in a folder, as a user does."""
+    own = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
     return subprocess.run(
         [*command, *arguments],
         cwd=folder,
-        env={**os.environ, **environ},
+        env={**own, **environ},
         capture_output=True,
         text=True,
         timeout=timeout,

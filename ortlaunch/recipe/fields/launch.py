@@ -59,7 +59,8 @@ class Launch(Section):
     where there are more ranks than nodes. `none`: all cores. `auto`: numa on a host with several
     NUMA nodes among which its ranks can be divided evenly, else none. The number of threads follows
     (OMP_NUM_THREADS). Under a launcher of your own that launcher binds (srun --cpu-bind);
-    engine.json records the result."""
+    engine.json records the result. A rank's threads sleep while they wait for one another
+    (OMP_WAIT_POLICY=passive), unless your environment sets this variable or GOMP_SPINCOUNT."""
     preflight: bool = True
     """Check every host, all at once, before several ranks are started through ssh: connection, same
     versions, GPUs, address, port, shared run folder, disk space for checkpoints (`ortlaunch doctor`

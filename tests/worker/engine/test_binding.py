@@ -18,6 +18,7 @@ from ortlaunch.worker.engine.binding import (
     choose,
     cpus_of,
     gpu_nodes,
+    let_waiting_threads_sleep,
     numbers,
     shown,
 )
@@ -137,3 +138,13 @@ def test_what_the_kernel_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_lists_as_the_kernel_writes_them() -> None:
     """A list in the kernel's form is read and written without change."""
     assert shown(numbers("0-2,5,7-8\n")) == "0-2,5,7-8"
+
+
+@pytest.mark.parametrize(
+    ("own", "policy"), [({}, "passive"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")]
+)
+def test_threads_that_wait_sleep(own: dict[str, str], policy: str) -> None:
+    """OpenMP's threads do not spin at barriers, unless the user's environment says otherwise."""
+    environ = dict(own)
+    let_waiting_threads_sleep(environ)
+    assert environ["OMP_WAIT_POLICY"] == policy
