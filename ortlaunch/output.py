@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TextIO
 
 from ortlaunch.errors import FileError, printable
-from ortlaunch.units import fitted
+from ortlaunch.units import COLUMNS, wrap_lines
 
 # Erases the live line of a terminal. It is the only control sequence that ortlaunch itself prints;
 # all others come from a user's code or from other programs.
@@ -29,10 +29,16 @@ def terminal_width() -> int | None:
     return shutil.get_terminal_size().columns
 
 
+def output_columns() -> int:
+    """Return the columns of the output's terminal, or COLUMNS if it is none."""
+    return terminal_width() or COLUMNS
+
+
 def print_lines(lines: Iterable[str]) -> None:
-    """Print the lines, wrapped at 100 columns, without buffering."""
+    """Print the lines, wrapped at the terminal's columns, without buffering."""
+    columns = output_columns()
     for line in lines:
-        print(fitted(line), flush=True)
+        print(wrap_lines(line, columns), flush=True)
 
 
 class _Output:

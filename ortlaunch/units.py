@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Sequence
 
+# Columns of output that goes to no terminal.
 COLUMNS = 100
 # A line that begins so ends in a command, which users copy as a whole.
 COMMANDS = ("command: ", "to continue: ")
@@ -55,23 +56,27 @@ def aligned(rows: Iterable[Sequence[str]], right: bool = False) -> list[str]:
     return ["  ".join(line).rstrip() for line in zip(*placed)]
 
 
-def fitted(text: str) -> str:
-    """Return the text with its long lines wrapped at blanks, to at most 100 columns.
+def wrap_lines(text: str, columns: int = COLUMNS) -> str:
+    """Return the text with its long lines wrapped at blanks.
 
     Lines that are continued have four more blanks at their start. Commands stay in one line, and so
     does a word that is longer.
+
+    Args:
+        text: one or more lines.
+        columns: the largest length of a line.
     """
-    return "\n".join(map(_fitted_line, text.split("\n")))
+    return "\n".join(_wrap_line(line, columns) for line in text.split("\n"))
 
 
-def _fitted_line(line: str) -> str:
+def _wrap_line(line: str, columns: int) -> str:
     start = line.lstrip()
-    if len(line) <= COLUMNS or start.startswith(COMMANDS):
+    if len(line) <= columns or start.startswith(COMMANDS):
         return line
     indent = line[: len(line) - len(start)]
     return textwrap.fill(
         start,
-        COLUMNS,
+        columns,
         initial_indent=indent,
         subsequent_indent=f"{indent}    ",
         break_long_words=False,

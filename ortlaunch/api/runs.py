@@ -12,7 +12,8 @@ from ortlaunch.api.inputs import assignments_of
 from ortlaunch.api.waiting import wait
 from ortlaunch.json_types import Json
 from ortlaunch.launch.record import now
-from ortlaunch.other_runs import listing, logs, requests, runs_table, status
+from ortlaunch.other_runs import listing, logs, requests, status
+from ortlaunch.other_runs import runs_table as table
 from ortlaunch.other_runs.registry import resolve_name
 from ortlaunch.other_runs.requests import StopResult
 from ortlaunch.other_runs.status import Status
@@ -37,7 +38,8 @@ class Run:
         """Find a run.
 
         Args:
-            path: its folder, its name, or `latest`: the newest run of this user.
+            path: its folder, its name, or `latest`: the newest training of this user in the
+                current folder or below it.
 
         Raises:
             InputError: there is no such folder or run.
@@ -267,11 +269,7 @@ def runs(
 
 
 statuses = listing.newest_statuses
-
-
-def listed(found: Sequence[Status]) -> str:
-    """Return a table of runs for a person."""
-    return "\n".join([runs_table.HEAD, *map(runs_table.line, found)]) if found else "no runs"
+runs_table = table.runs_table
 
 
 def write_report(paths: Sequence[Path], to: Path | None, sweep: Picture | None = None) -> Path:

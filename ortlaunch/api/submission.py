@@ -41,9 +41,11 @@ class Submission(NamedTuple):
         # hosts.
         chosen = f"submit.scheduler={scheduler}"
         words = (*assignments, *([chosen] if scheduler else []), "launch.launcher=auto")
+        loaded = read(source, words, {})
+        elsewhere = SCHEDULERS[loaded.file.recipe.submit.scheduler].elsewhere
         # The hosts are unknown until the job starts.
-        options = LaunchOptions(planned_only=True, declared=True)
-        found = resolved(read(source, words, {}), options)
+        options = LaunchOptions(planned_only=True, declared=True, elsewhere=elsewhere)
+        found = resolved(loaded, options)
         if found.file.recipe.sweep is not None:
             raise InputError(
                 "sweep: a job is one run; `ortlaunch sweep` with sweep.submit=true queues a job for "

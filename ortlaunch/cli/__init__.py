@@ -22,8 +22,8 @@ from ortlaunch.cli.summaries import SUMMARIES
 from ortlaunch.cli.training import bench, data, parity, plan, sweep, train, validate
 from ortlaunch.errors import HostfileError, InputError, OrtlaunchError, RecipeError
 from ortlaunch.file_errors import explained
-from ortlaunch.output import guarded
-from ortlaunch.units import fitted
+from ortlaunch.output import guarded, output_columns
+from ortlaunch.units import wrap_lines
 
 # The option for the output folder, if it is not --run-dir; error messages suggest it.
 _PLACES = {
@@ -136,7 +136,7 @@ def _print_error(text: str, error: OrtlaunchError) -> int:
     # A process of this command may have printed the message itself; the error's own is then empty.
     if str(error):
         # In a pipe or a file an error is one line, for editors and scripts.
-        print(fitted(text) if sys.stderr.isatty() else text, file=sys.stderr)
+        print(wrap_lines(text, output_columns()) if sys.stderr.isatty() else text, file=sys.stderr)
     return error.exit_status
 
 

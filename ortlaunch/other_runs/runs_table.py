@@ -1,21 +1,78 @@
-"""The table of `ortlaunch list`: its columns, and the row of a run."""
+"""The table of `ortlaunch list`: a row for each run, and under a failed one the reason."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from ortlaunch.evaluation_metrics import METRICS
+from ortlaunch.other_runs.registry import TRAINING
 from ortlaunch.other_runs.status import Status
+from ortlaunch.run_folder import cause_text
+from ortlaunch.units import aligned, duration, number
 
-HEAD = f"{'state':<10} {'step':>12}  {'job':<16} {'started':<19}  folder"
+_HEAD = ("state", "step", "loss", "metric", "time", "run")
 
 
-def line(status: Status) -> str:
-    """Return the row of a run in the list, for a person."""
-    step = (
-        "-" if status.step is None else f"{status.step}{f'/{status.steps}' if status.steps else ''}"
-    )
+def runs_table(statuses: Sequence[Status], columns: int) -> str:
+    """Return the table for a person.
+
+    Args:
+        statuses: the runs, in the order of the rows.
+        columns: width of the terminal; a longer reason or folder is shortened.
+    """
+    if not statuses:
+        return "no runs"
+    values = [_values(status) for status in statuses]
+    # The folder has what the other columns leave.
+    taken = len(aligned([_HEAD, *((*row, "") for row in values)])[0]) - len(_HEAD[-1])
+    rows = [(*row, _folder(status, columns - taken)) for row, status in zip(values, statuses)]
+    head, *lines = aligned([_HEAD, *rows])
+    reasons = [_reason(status, columns) for status in statuses]
+    return "\n".join([head, *(text for pair in zip(lines, reasons) for text in pair if text)])
+
+
+def _values(status: Status) -> tuple[str, ...]:
+    step = "-" if status.step is None else f"{status.step}/{status.steps or '?'}"
+    loss = number(status.metrics.get("loss"))
     # The process is on another host, so the recorded state may be out of date.
-    sure = "" if status.certain else "?"
-    job = f"{status.job.backend} {status.job.id}"
+    doubt = "" if status.certain else "?"
     return (
-        f"{status.state.value + sure:<10} {step:>12}  {job:<16} {status.job.started[:19]}  "
-        f"{status.run}"
+        status.state.value + doubt,
+        step,
+        "-" if loss is None else f"{loss:.4f}",
+        _metric(status),
+        "-" if status.seconds is None else duration(status.seconds),
     )
+
+
+def _metric(status: Status) -> str:
+    """Return the newest value of the evaluation's first metric, or the evaluation loss."""
+    for name in (*(name for name in METRICS if name != "loss"), "loss"):
+        value = number(status.metrics.get(f"evaluation_{name}"))
+        if value is not None:
+            return METRICS[name].shown.removeprefix("evaluation ").format(value)
+    return "-"
+
+
+def _folder(status: Status, columns: int) -> str:
+    """Return the run's folder as seen from here; without its first parts if it is too long."""
+    mark = "" if status.purpose == TRAINING else f" ({status.purpose})"
+    path = Path(status.run)
+    here = Path(os.path.realpath(os.curdir))
+    parts = (path.relative_to(here) if here in path.parents else path).parts
+    text = str(Path(*parts))
+    while len(text) + len(mark) > columns and len(parts) > 1:
+        parts = parts[1:]
+        text = str(Path("...", *parts))
+    # The name alone stands for a training.
+    return (path.name if len(parts) == 1 else text) + mark
+
+
+def _reason(status: Status, columns: int) -> str:
+    """Return an indented line with the cause of a failure; "" if there is none."""
+    if not status.state.is_end or status.job.failure is None:
+        return ""
+    text = f"    {cause_text.verdict(status.job.failure)}".replace("\n", " ")
+    return text if len(text) <= columns else f"{text[: columns - 4]} ..."

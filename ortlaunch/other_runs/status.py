@@ -16,7 +16,7 @@ from ortlaunch.launch.failure import End, explain_silence, first_failure, ranks_
 from ortlaunch.launch.record import JobRecord, now
 from ortlaunch.launch_plan import Plan
 from ortlaunch.launchers import LAUNCHERS
-from ortlaunch.other_runs import queued
+from ortlaunch.other_runs import queued, registry
 from ortlaunch.recipe import read_resolved
 from ortlaunch.run_folder import lock
 from ortlaunch.run_folder.cause_text import CONTINUE, OURS, TRY, VERDICT
@@ -42,6 +42,8 @@ class Status:
     """The state of a run at one moment; unknown values are None."""
 
     run: str
+    # `train`, `parity`, `evaluate`, ..., or `trial` for a run of a sweep.
+    purpose: str
     state: JobState
     # As recorded, with the verdict that its command would have written.
     job: JobRecord
@@ -82,8 +84,9 @@ class Status:
         status = "" if self.job.exit_status is None else f", exit status {self.job.exit_status}"
         where = f"launcher {self.job.backend}, process {self.job.id} on host {self.job.host}"
         where = f"job {self.job.id} of {self.job.backend}" if queued.is_queued(self.job) else where
+        purpose = "" if self.purpose == registry.TRAINING else f" ({self.purpose})"
         return (
-            f"{self.run}: {self.state.value}{took}{status} "
+            f"{self.run}{purpose}: {self.state.value}{took}{status} "
             f"(started {_time(self.job.started)}{ended}; {where})"
         )
 
@@ -184,6 +187,7 @@ def _read_status(run: RunDir) -> Status:
     logged = run.metrics.stat().st_mtime if metrics else 0.0
     return Status(
         run=str(run),
+        purpose=registry.purpose(run),
         state=job.state,
         job=job,
         certain=certain,

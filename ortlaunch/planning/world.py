@@ -40,6 +40,8 @@ class LaunchOptions(NamedTuple):
     task: str = "train"
     # launch.nodes and launch.processes_per_node give the hosts, which a scheduler will find.
     declared: bool = False
+    # Another machine trains: files of this one are not those of the run.
+    elsewhere: bool = False
     # The host file's text after the first read: a pipe can be read only once.
     hosts_text: str | None = None
     # The command line, the program first; empty if there was none.

@@ -43,6 +43,7 @@ class RecipeFile:
         read: Tree,
         overrides: tuple[str, ...],
         notes: Sequence[str] = (),
+        absolute: bool = False,
     ) -> None:
         self.recipe = recipe
         self.overrides = overrides
@@ -51,13 +52,18 @@ class RecipeFile:
         self._tree = tree
         # The tree before overrides: further overrides start from it.
         self._read = read
+        self._absolute = absolute
 
     def with_overrides(self, *overrides: str) -> RecipeFile:
         """Return the recipe with further `key.path=value`; no file is read again.
 
         Raises: RecipeError: with every problem, as `load`.
         """
-        return _checked(self._read, (*self.overrides, *overrides), [])
+        return _checked(self._read, (*self.overrides, *overrides), [], self._absolute)
+
+    def with_absolute_paths(self) -> RecipeFile:
+        """Return the recipe with absolute paths of the inputs that exist on this host."""
+        return _checked(self._read, self.overrides, [], absolute=True)
 
     def explain(self, problem: Problem) -> str:
         """Return a rule's problem as a line with its place."""
@@ -92,16 +98,18 @@ def _loaded(reader: Callable[[list[Line]], Tree], overrides: Sequence[str]) -> R
     return _checked(tree, tuple(overrides), problems)
 
 
-def _checked(read: Tree, overrides: tuple[str, ...], problems: list[Line]) -> RecipeFile:
+def _checked(
+    read: Tree, overrides: tuple[str, ...], problems: list[Line], absolute: bool = False
+) -> RecipeFile:
     """Return the recipe of a tree and overrides; `problems` are those found while reading."""
-    whole, notes = expand_paths(override(read, overrides, problems), os.environ)
+    whole, notes = expand_paths(override(read, overrides, problems), os.environ, absolute)
     recipe, tree, wrong = check(whole)
     problems += wrong
     if recipe is not None and recipe.sweep is not None and not problems:
         problems = space_problems(tree, recipe.sweep)
     if problems or recipe is None:
         raise RecipeError([str(line) for line in in_reading_order(problems, read.place.source)])
-    return RecipeFile(recipe, tree, read, overrides, notes)
+    return RecipeFile(recipe, tree, read, overrides, notes, absolute)
 
 
 def to_yaml(recipe: Recipe) -> str:

@@ -25,7 +25,7 @@ from ortlaunch.recipe.rules.rules import device_rules, task_rules
 from ortlaunch.resolve import shipped
 from ortlaunch.run_folder.engine_report import Choice
 from ortlaunch.tasks import TASKS, Task
-from ortlaunch.user_modules import broken_factories
+from ortlaunch.user_modules import broken_factories, folders
 
 # The folder of the recipe that `ortlaunch submit` wrote into the run folder.
 MODULES_VARIABLE = "ORTLAUNCH_MODULES"
@@ -43,7 +43,7 @@ class Command(NamedTuple):
     def modules(self) -> Path:
         """Folder of the recipe, which may have the user's own modules."""
         # The recipe of a queued run was written into the run folder, without the modules.
-        return Path(self.environ.get(MODULES_VARIABLE) or self.path.parent)
+        return Path(self.environ.get(MODULES_VARIABLE) or self.path.parent).absolute()
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,10 @@ class ResolvedRun:
             self.world,
             self.work,
             task=self.task,
-            modules=str(self.command.modules),
+            # Also a later command in another folder finds modules of the current one.
+            modules=next(
+                folders(self.file.recipe, self.command.modules), str(self.command.modules)
+            ),
             worker=start.command("ortlaunch.worker"),
         )
 
@@ -142,6 +145,8 @@ def resolve_file(file: RecipeFile, command: Command, world: World | None = None)
     Args:
         world: the world of the run, where it is resolved already.
     """
+    # Another machine has its own folders, and may have the same relative paths.
+    file = file if command.options.elsewhere else file.with_absolute_paths()
     recipe = file.recipe
     # The text is kept, so that a later change of the file cannot change the run.
     command = command._replace(options=command.options.with_hosts_text())

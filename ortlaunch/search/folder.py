@@ -16,13 +16,15 @@ class SweepDir:
         """The paths that it shares with a run folder: lock, recipe.yaml and report.html."""
         self.journal = path / "study.journal"
         """The study, of Optuna's JournalStorage."""
+        self.trials = path / "trials"
+        """The run folders of the trials."""
 
     def __str__(self) -> str:
         return str(self.path)
 
     def trial(self, number: int) -> RunDir:
         """Return the run folder of a trial."""
-        return RunDir(self.path / "trials" / f"{number:04d}")
+        return RunDir(self.trials / f"{number:04d}")
 
     def best(self, number: int) -> Path:
         """Return the path of a best trial's recipe, for `ortlaunch train`."""

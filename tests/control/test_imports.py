@@ -99,7 +99,8 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
         {"matplotlib"},
     ),
     "other_runs": (
-        {*GROUND, "cache", "user_modules", "recipe", "launch_plan", "launch", "schedulers", "run_folder", "other_runs"},
+        {*GROUND, "cache", "user_modules", "recipe", "launch_plan", "launch", "schedulers", "run_folder", "other_runs",
+         "search"},
         set(),
     ),
     "diagnose": ({*GROUND, "recipe", "launch_plan", "planning", "run_folder", "launch", "other_runs",
@@ -129,7 +130,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "cli.cluster.selftest": ({"commands", "doctor", "process", "cli"}, {"typer"}),
     "cli.results.device": ({"errors", "commands", "tasks", "cli"}, {"typer"}),
     "cli.setup": (
-        {"errors", "doctor", "other_tools", "recipe", "resolve", "run_folder", "units", "cli"}, {"typer"}
+        {"errors", "doctor", "other_tools", "output", "recipe", "resolve", "run_folder", "units", "cli"}, {"typer"}
     ),
     "cli.training.bench": ({"output", "bench", "resolve", "cli"}, {"typer"}),
     "cli.training.data": ({"__init__", "commands", "cli"}, {"typer"}),

@@ -21,8 +21,12 @@ def list_runs(
         typer.Option("--metric", help="Only within a limit, as 'evaluation_loss<1.5'."),
     ] = None,
 ) -> None:
-    """List the runs that this user started or queued, the newest first: state, step, job, folder."""
-    from ortlaunch.api.runs import listed, statuses
+    """List the runs that this user started or queued, the newest first.
+
+    Columns: state, step, newest loss and metric, time, folder; under a failed run the reason.
+    """
+    from ortlaunch.api.runs import runs_table, statuses
+    from ortlaunch.output import output_columns
 
     # Each run costs the reading of several files, perhaps on a slow disk.
     found = statuses(None if every else 20, name, state, metric)
@@ -30,4 +34,4 @@ def list_runs(
         # `to_json` returns text, and a list needs values.
         typer.echo(texts.dumps([texts.loads(status.to_json()) for status in found], indent=2))
         return
-    typer.echo(listed(found))
+    typer.echo(runs_table(found, output_columns()))

@@ -25,8 +25,8 @@ RunFolder = Annotated[
     Path,
     typer.Argument(
         metavar="RUN",
-        help="Run folder, as `ortlaunch train` prints it; `latest`, or a run's name: the newest "
-        "run of that name; or the beginning of one folder's name.",
+        help="Run folder, as `ortlaunch train` prints it; `latest`: the newest training "
+        "in this folder or below it; a run's name: the newest run of that name; or the beginning of one folder's name.",
         show_default=False,
         callback=by_name,
     ),
@@ -44,11 +44,12 @@ def status(
 
     Exit status 0 in every state, 2 if there is no run; with --wait the run's own.
     """
-    from ortlaunch.units import fitted
+    from ortlaunch.output import output_columns
+    from ortlaunch.units import wrap_lines
 
     found = ortlaunch.Run(run).wait(check=False) if wait else ortlaunch.Run(run).status()
     text = found.to_json() if json else str(found)
-    typer.echo(fitted(text) if sys.stdout.isatty() and not json else text)
+    typer.echo(text if json else wrap_lines(text, output_columns()))
     if wait:
         raise typer.Exit(found.job.exit_status or 0)
 

@@ -40,9 +40,10 @@ def import_config(
     """
     from ortlaunch.errors import InputError
     from ortlaunch.other_tools import import_config as turned
+    from ortlaunch.output import output_columns
     from ortlaunch.resolve.shipped import locate
     from ortlaunch.run_folder.folder import write_text
-    from ortlaunch.units import fitted
+    from ortlaunch.units import wrap_lines
 
     target = to or Path(f"{config.stem}-recipe.yaml")
     # An imported recipe may have been edited since.
@@ -51,4 +52,4 @@ def import_config(
     # Written only if the result is valid.
     found = turned(config, tool, locate(base) if base else None, overrides or [])
     write_text(target, found.file())
-    typer.echo(fitted(f"{found}\nrecipe: {target}"))
+    typer.echo(wrap_lines(f"{found}\nrecipe: {target}", output_columns()))

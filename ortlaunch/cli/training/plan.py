@@ -36,7 +36,8 @@ def plan(
 ) -> None:
     """Show ranks, batch, memory by ZeRO stage and the command, without running anything."""
     from ortlaunch.api.plans import planned
-    from ortlaunch.units import fitted
+    from ortlaunch.output import output_columns
+    from ortlaunch.units import wrap_lines
 
     found = planned(recipe, tuple(overrides or ()), options, {})
     if predict:
@@ -45,4 +46,4 @@ def plan(
         changes = found.differences(diff)
         typer.echo("\n".join(changes) if changes else f"same plan as {diff}")
         return
-    typer.echo(found.plan.to_json() if json else fitted(str(found)))
+    typer.echo(found.plan.to_json() if json else wrap_lines(str(found), output_columns()))

@@ -6,6 +6,7 @@ requires `--allow NAME`. All other changes take effect.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -318,7 +319,20 @@ def changes(
     return [
         Change(field, old, new, rule_of(field, rules, old, new))
         for field, old, new in leaves(before, after)
+        if not _are_same_files(old, new)
     ]
+
+
+def _are_same_files(before: Any, after: Any) -> bool:
+    """Return whether both values are absolute paths of the same files, one perhaps through a link."""
+    if isinstance(before, (list, tuple)) and isinstance(after, (list, tuple)):
+        return len(before) == len(after) > 0 and all(map(_are_same_files, before, after))
+    return (
+        isinstance(before, str)
+        and isinstance(after, str)
+        and os.path.isabs(before)
+        and os.path.realpath(before) == os.path.realpath(after)
+    )
 
 
 def of_evaluation(found: list[Change], keeps_vocabulary: bool) -> list[Change]:

@@ -26,10 +26,16 @@ _OUTPUT_PATHS: tuple[KeyPath, ...] = (
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 
 
-def expand_paths(tree: Tree, environ: Mapping[str, str]) -> tuple[Tree, list[str]]:
+def expand_paths(
+    tree: Tree, environ: Mapping[str, str], absolute: bool = False
+) -> tuple[Tree, list[str]]:
     """Return the tree with its paths expanded, and a note for each path whose folder was chosen.
 
     Variables that are not set, or not in the list, stay.
+
+    Args:
+        absolute: whether paths that exist on this host become absolute, so that a later command can
+            use them from any folder.
     """
     forward = tree.find(("launch", "forward"))
     own = forward.plain() if forward is not None and forward.kind == "list" else ()
@@ -44,6 +50,8 @@ def expand_paths(tree: Tree, environ: Mapping[str, str]) -> tuple[Tree, list[str
         found, note = (text, "") if path in _OUTPUT_PATHS else _from_folder(text, node)
         if note:
             notes.append(f"{dotted(path)}: {note}")
+        if absolute and path not in _OUTPUT_PATHS and _is_local(path, found):
+            found = os.path.abspath(found)
         if found != node.scalar:
             tree = tree.put(path, replace(node, scalar=found, raw=found))
     return tree, notes
@@ -95,6 +103,13 @@ def _is_current(folder: Path) -> bool:
     # The current folder may have been deleted.
     except OSError:
         return True
+
+
+def _is_local(path: KeyPath, text: str) -> bool:
+    """Return whether the value of an input path names files or a folder that exist here."""
+    # A word is the name of a known template; other texts with a brace are templates themselves.
+    is_template = path[-1] == "chat_template" and (text.isidentifier() or "{" in text)
+    return not is_template and _is_there(text)
 
 
 def _is_there(path: str) -> bool:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 from ortlaunch.run_folder.folder import progress_width
+from ortlaunch.units import COLUMNS, wrap_lines
 from ortlaunch.worker.supervision.pulse import BACKWARD, FORWARD, PASSING, READING, TRAINING, Pulse
 from ortlaunch.worker.supervision.terminal import LIVE
 
@@ -22,6 +23,12 @@ _FORM = (
     "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} "
     "[{elapsed}<{remaining}, {rate_fmt}{postfix}]"
 )
+
+
+def print_wrapped(*lines: str) -> None:
+    """Print lines, wrapped at the columns of the command's terminal."""
+    columns = progress_width() or COLUMNS
+    print(*(wrap_lines(line, columns) for line in lines), sep="\n", flush=True)
 
 
 class Progress:

@@ -24,6 +24,7 @@ from ortlaunch.worker.model.own_numbers import loss_in
 from ortlaunch.worker.model.precision import dtype_of
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.session import Session
+from ortlaunch.worker.supervision.progress import print_wrapped
 from ortlaunch.worker.tasks.train import TrainState, train_step
 from ortlaunch.worker.training.parity_steps import is_plain
 from ortlaunch.worker.training.profile import StepProfiler
@@ -45,7 +46,7 @@ def _live(session: Session) -> None:
     engine = session.engine
     asked = read_json(folder.bench)
     if group.rank == 0:
-        print(*plan_lines(engine.report()), *engine.notes, sep="\n", flush=True)
+        print_wrapped(*plan_lines(engine.report()), *engine.notes)
     life = MeasuredTraining(session)
     life.steps(1)
     first = {

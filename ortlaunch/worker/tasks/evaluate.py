@@ -7,6 +7,7 @@ from ortlaunch.worker import checkpoint
 from ortlaunch.worker.evaluation.evaluation import evaluate
 from ortlaunch.worker.evaluation.record import record_of, table
 from ortlaunch.worker.session import Session
+from ortlaunch.worker.supervision.progress import print_wrapped
 from ortlaunch.worker.training.summary import plan_lines
 
 
@@ -18,7 +19,7 @@ def run(session: Session) -> None:
     assert found is not None, "the control side gives a checkpoint"
     assert samples is not None, "the control side has looked for data.evaluation"
     if group.rank == 0:
-        print(*plan_lines(session.engine.report()), *session.engine.notes, sep="\n", flush=True)
+        print_wrapped(*plan_lines(session.engine.report()), *session.engine.notes)
     checkpoint.load(found.folder, session.engine.stepper.named_state(), group)
     with session.progress.during("evaluating"):
         found_metrics = evaluate(session, samples)

@@ -12,13 +12,15 @@ from dataclasses import fields
 from ortlaunch.evaluation_metrics import METRICS
 from ortlaunch.json_types import Json
 from ortlaunch.recipe import Recipe
-from ortlaunch.run_folder.folder import RunDir, json_text, write_text
+from ortlaunch.run_folder.folder import RunDir, json_text, progress_width, write_text
 from ortlaunch.run_folder.lines import json_lines
 from ortlaunch.run_folder.records import MetricsLine
 from ortlaunch.units import duration
 from ortlaunch.worker.training.trackers import Beside
 
 EVALUATION = "evaluation_"
+# Values that a line leaves out first where it is too long for the terminal, in this order.
+_LEAST = ("epoch", "gradient_norm", "learning_rate")
 
 
 class Metrics:
@@ -54,12 +56,15 @@ class Metrics:
     def _show(self, step: int, values: dict[str, object], elapsed: float) -> None:
         # The speed of this start only: an earlier one may have had other hosts.
         left = elapsed / max(1, step - self.first_step) * (self.max_steps - step)
-        line = (
-            f"step {step}/{self.max_steps}  "
-            + "  ".join(_shown(values))
-            + f"  ETA {duration(left)}"
-        )
-        print(line, flush=True)
+        head, last = f"step {step}/{self.max_steps}", f"ETA {duration(left)}"
+        columns = progress_width()
+        parts = [head, *_shown(values), last]
+        # metrics.jsonl has what a narrow terminal has no room for.
+        for name in _LEAST:
+            if columns is not None and len("  ".join(parts)) > columns:
+                values = {**values, name: None}
+                parts = [head, *_shown(values), last]
+        print("  ".join(parts), flush=True)
 
     def close(self, failed: bool = False) -> None:
         """Close the file and the trackers; `failed`: whether an error ended the training."""

@@ -13,12 +13,13 @@ from ortlaunch.run_folder.engine_report import (
     OnnxRuntime,
     OptimizerGroup,
 )
-from ortlaunch.units import aligned, counted, fitted
+from ortlaunch.units import aligned, counted
 from ortlaunch.worker.data.mixture import streams_of
 from ortlaunch.worker.data_audit import audits, require_sound
 from ortlaunch.worker.length import length_line
 from ortlaunch.worker.session import Session
 from ortlaunch.worker.supervision.module_copies import copy_modules
+from ortlaunch.worker.supervision.progress import print_wrapped
 
 
 def announce(session: Session) -> None:
@@ -28,11 +29,9 @@ def announce(session: Session) -> None:
     if session.group.rank == 0:
         data = [length, *session.data.class_lines()]
         streams = bool(session.data.train and streams_of(session.data.train))
-        data += [
-            fitted(line) for part in audits(session.data, streams=streams) for line in part.lines()
-        ]
+        data += [line for part in audits(session.data, streams=streams) for line in part.lines()]
         lines = [*plan_lines(engine.report()), *engine.notes, *data, *copy_modules(session.run)]
-        print(*lines, sep="\n", flush=True)
+        print_wrapped(*lines)
         if streams:
             require_sound(session.data, streams)
 
@@ -42,7 +41,7 @@ def print_outcome(session: Session, lines: Sequence[str] = ()) -> None:
     if session.group.rank == 0:
         report = session.engine.report()
         said = [*late_notes(report, session.engine.notes), *outcome_lines(report), *lines]
-        print(*said, *copy_modules(session.run, again=True), sep="\n", flush=True)
+        print_wrapped(*said, *copy_modules(session.run, again=True))
 
 
 # Names, and ranks, that a line has at most.
@@ -82,7 +81,7 @@ def plan_lines(report: EngineReport) -> list[str]:
         lines.append(f"FP16_Optimizer: {fp16.by}'s, overflow check and norm in one pass{why}")
     elif report.sharding.startswith("DeepSpeed"):
         lines.append(f"FP16_Optimizer: not applied: {fp16.why}")
-    return [fitted(line) for line in lines]
+    return lines
 
 
 def _short(name: str) -> str:

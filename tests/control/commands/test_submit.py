@@ -16,10 +16,11 @@ from ortlaunch.commands.submit import request_of, submit
 from ortlaunch.errors import InputError, LaunchError, MissingDependency, PlanError, RecipeError
 from ortlaunch.launch import JobState
 from ortlaunch.launch.record import JobRecord
-from ortlaunch.other_runs import ended, listing, queued, registry, runs_table
+from ortlaunch.other_runs import ended, listing, queued, registry
 from ortlaunch.other_runs.cancel import cancel
 from ortlaunch.other_runs.logs import output
 from ortlaunch.other_runs.requests import stop
+from ortlaunch.other_runs.runs_table import runs_table
 from ortlaunch.other_runs.status import read_status
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.rank import JOB_VARIABLE
@@ -193,9 +194,7 @@ def test_a_run_in_a_queue(queue: Queue) -> None:
     run = put(queue)
     assert str(read_status(run)).splitlines()[1:] == ["queued: PENDING (Priority)"]
     assert "job 12 of slurm" in str(read_status(run))
-    assert [runs_table.line(status).split()[0] for status in listing.newest_statuses(None)] == [
-        "pending"
-    ]
+    assert runs_table(listing.newest_statuses(None), 80).split("\n")[1].startswith("pending ")
     with pytest.raises(PlanError, match="its run has not ended, or is queued"):
         submit(resolved(), run.path, run, "slurm")
     write_text(run.logs / "slurm-12.out", "hello\n")

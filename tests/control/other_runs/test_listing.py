@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from ortlaunch.api.runs import Run, listed, runs
+from ortlaunch.api.runs import Run, runs, runs_table, statuses
+from ortlaunch.cause import Cause, Failure
 from ortlaunch.errors import InputError
 from ortlaunch.launch import JobState
 from ortlaunch.launch.record import JobRecord
@@ -18,6 +19,7 @@ from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.resolve.prepare import prepare
 from ortlaunch.resolve.resolve import resolve
 from ortlaunch.run_folder.folder import RunDir, write_text
+from ortlaunch.search.folder import SweepDir
 from tests.makers import CUSTOM, OWN_MODULE
 
 
@@ -71,7 +73,7 @@ def test_wrong_filters(two: Any) -> None:
     for metric in ("loss", "loss=1", "loss<low"):
         with pytest.raises(InputError, match=f"metric: got {metric}; give a limit, as 'evaluation"):
             runs(metric=metric)
-    assert listed([]) == "no runs"
+    assert runs_table([], 80) == "no runs"
 
 
 def test_compare(two: tuple[Run, Run], tmp_path: Path) -> None:
@@ -87,3 +89,72 @@ def test_compare(two: tuple[Run, Run], tmp_path: Path) -> None:
     JobRecord.of_this_process("local", JobState.PENDING).write(RunDir(tmp_path / "queued"))
     with pytest.raises(InputError, match="queued: has not begun, so it has no record to compare"):
         bad.compare(Run(tmp_path / "queued"))
+
+
+def started(folder: Path, task: str = "train") -> RunDir:
+    """Return a run that this user has just started, and that has ended."""
+    run = RunDir(folder)
+    resolved_run = resolve(Path("recipe.yaml"), (), LaunchOptions(task=task), os.environ)
+    prepare(resolved_run, run)
+    record = JobRecord.of_this_process("local", JobState.RUNNING)
+    record.at_end(JobState.SUCCEEDED, 0, "the end", None).write(run)
+    registry.add(run)
+    return run
+
+
+def test_latest_is_the_newest_training_here(
+    two: tuple[Run, Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`latest` is no parity run, trial of a sweep or run of another project; the list marks them."""
+    started(tmp_path / "runs" / "proof", "parity")
+    sweep = SweepDir(tmp_path / "sweep")
+    started(sweep.trial(3).path)
+    sweep.journal.touch()
+    times = {"good": 1, "bad": 2, "proof": 3, "0003": 4}
+    for file in (tmp_path / "cache" / "runs").iterdir():
+        os.utime(file, (times[Path(file.read_text()).name],) * 2)
+    assert Run().path.name == "bad"
+    table = runs_table(statuses(None), 100)
+    assert [line.split(maxsplit=5)[-1] for line in table.splitlines()[1:]] == [
+        "sweep/trials/0003 (trial)",
+        "runs/proof (parity)",
+        "runs/bad",
+        "runs/good",
+    ]
+    other = tmp_path / "other"
+    other.mkdir()
+    monkeypatch.chdir(other)
+    with pytest.raises(InputError) as caught:
+        Run()
+    assert str(caught.value) == (
+        f"latest: no training was started in {other} or below it; the newest elsewhere is "
+        f"{tmp_path}/runs/bad; give a run folder or a run's name (`ortlaunch list`)"
+    )
+    # A name is found from any folder.
+    assert Run("proof").path.name == "proof"
+
+
+def test_the_table_of_runs(two: tuple[Run, Run], tmp_path: Path) -> None:
+    """A row has what a person compares; a failed run has its reason; no line is too long."""
+    bad = RunDir(tmp_path / "runs" / "bad")
+    failure = Failure(Cause.RAISED, "ValueError: " + "long " * 30, 0, "h", status=1)
+    record = JobRecord.of_this_process("local", JobState.RUNNING)
+    record.at_end(JobState.FAILED, 1, "the end", failure).write(bad)
+    metrics = '{"step": 3, "evaluation_loss": 0.25, "evaluation_classification_accuracy": 0.915}'
+    good = RunDir(tmp_path / "runs" / "good")
+    good.metrics.write_text(f'{{"step": 3, "loss": 0.5}}\n{metrics}\n')
+    lines = runs_table(statuses(None), 60).splitlines()
+    rows = {line.split()[-1]: line.split() for line in lines if not line.startswith(" ")}
+    assert lines[0].split() == ["state", "step", "loss", "metric", "time", "run"]
+    assert rows["runs/good"][:5] == ["succeeded", "3/3", "0.5000", "accuracy", "91.50%"]
+    assert rows["runs/bad"][:4] == ["failed", "3/3", "nan", "-"]
+    reason = lines[1 + [*rows].index("runs/bad")]
+    assert reason.startswith("    rank 0 on host h raised ValueError: long")
+    assert reason.endswith(" ...")
+    assert max(map(len, lines)) <= 60
+    started(tmp_path / "runs" / "good" / "evaluations" / "step_00000003", "parity")
+    assert (
+        runs_table(statuses(None), 90)
+        .splitlines()[1]
+        .endswith(" .../evaluations/step_00000003 (parity)")
+    )

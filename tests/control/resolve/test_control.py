@@ -14,6 +14,7 @@ import yaml
 from ortlaunch import doctor, start
 from ortlaunch.errors import LaunchError, MissingDependency, PlanError, RecipeError
 from ortlaunch.launch import Request
+from ortlaunch.launch_plan import Plan
 from ortlaunch.ortmodule.build import extensions
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.rank import Rank
@@ -60,12 +61,19 @@ def resolved(
 
 
 def test_settle_run_names_this_python_and_the_recipes_folder(tmp_path: Path) -> None:
-    """The plan has this interpreter, and the recipe's folder for the user's modules."""
+    """The plan has this interpreter, and the absolute folder of the user's modules."""
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "recipe.yaml").write_text(yaml.safe_dump(CUSTOM))
-    plan = resolve(Path("sub/recipe.yaml"), ["train.max_steps=7"], LaunchOptions(), {}).plan
+
+    def settled() -> Plan:
+        return resolve(Path("sub/recipe.yaml"), ["train.max_steps=7"], LaunchOptions(), {}).plan
+
+    plan = settled()
     assert plan.argv[1:] == (start.__file__, "ortlaunch.worker")
-    assert (os.path.isabs(plan.argv[0]), plan.modules) == (True, "sub")
+    # The module is in the current folder.
+    assert (os.path.isabs(plan.argv[0]), plan.modules) == (True, str(tmp_path))
+    Path("mine.py").rename("sub/mine.py")
+    assert settled().modules == str(tmp_path / "sub")
 
 
 def test_device_rules_are_checked_against_this_machine() -> None:

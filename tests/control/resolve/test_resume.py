@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from ortlaunch.api.submission import Submission
 from ortlaunch.errors import InputError, PlanError
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe.rules import resume_rules
@@ -370,3 +371,55 @@ def test_a_dry_run_shows_what_has_changed() -> None:
     assert any("train.max_steps" in line for line in lines)
     with pytest.raises(PlanError, match="seed: 42 -> 7: refused without --allow data"):
         preview.before_start(resolved(seed=7), RUN, ResumeOptions())
+
+
+def test_the_folder_of_a_command_is_no_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run's paths are absolute, so that the same command continues it from any folder."""
+    root = Path.cwd()
+    for folder in ("ft", "data", "base"):
+        Path(folder).mkdir()
+    Path("data/a.txt").touch()
+    Path("linked").symlink_to("data")
+    text = {
+        "model": {"task": "causal-lm", "pretrained": "../base"},
+        "data": {
+            "train": {"format": "text", "path": ["../data/*.txt"]},
+            "tokenizer": "../base",
+            "sequence_length": 8,
+        },
+        "optimizer": {"learning_rate": 1e-3},
+        "batch": {"global_size": 2},
+        "train": {"max_steps": 2},
+    }
+    Path("ft/ft.yaml").write_text(yaml.safe_dump({"name": "ft", **text}))
+    given = {"ft": "ft.yaml", ".": "ft/ft.yaml", "data": f"{root}/ft/ft.yaml"}
+    recipes = []
+    for folder, path in given.items():
+        monkeypatch.chdir(root / folder)
+        file = resolve(Path(path), (), LaunchOptions(), {}).file
+        # A link to the same folder is no change either.
+        linked = file.with_overrides(f"data.train.path={root}/linked/*.txt")
+        recipes += [each.recipe.model_dump(mode="json") for each in (file, linked)]
+    assert recipes[0]["model"]["pretrained"] == str(root / "base")
+    assert [resume_rules.changes(recipes[0], each, RULES) for each in recipes] == [[]] * 6
+
+
+def test_a_job_on_another_machine_keeps_paths_as_typed() -> None:
+    """A pod has its own folders; only Slurm's nodes share those of this host."""
+    Path("a.txt").touch()
+    sections = {"train": {"format": "text", "path": "a.txt"}, "tokenizer": "gpt2"}
+    Path("recipe.yaml").write_text(
+        yaml.safe_dump(
+            {
+                **CUSTOM,
+                "model": {"task": "causal-lm", "config": {"model_type": "gpt2"}},
+                "data": {**sections, "sequence_length": 8},
+                "submit": {"kubernetes": {"image": "i", "runs": "/r/x", "volumes": {"v": "/r"}}},
+            }
+        )
+    )
+    paths = {
+        name: Submission.of("recipe.yaml", (), name, None).resolved.file.recipe.data.train.path
+        for name in ("slurm", "kubernetes")
+    }
+    assert paths == {"slurm": (str(Path.cwd() / "a.txt"),), "kubernetes": ("a.txt",)}

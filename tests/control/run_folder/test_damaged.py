@@ -19,7 +19,8 @@ from ortlaunch.commands import generate
 from ortlaunch.commands.export import chosen_step
 from ortlaunch.diagnose.report import diagnose
 from ortlaunch.errors import DamagedFile, OrtlaunchError
-from ortlaunch.other_runs import listing, logs, registry, runs_table, status
+from ortlaunch.other_runs import listing, logs, registry, status
+from ortlaunch.other_runs.runs_table import runs_table
 from ortlaunch.report import report
 from ortlaunch.resolve import resume
 from ortlaunch.run.finished import nothing_left
@@ -37,7 +38,7 @@ VERBS: dict[str, Callable[[RunDir], Any]] = {
     "report": lambda run: report([run.path], run.path / "page.html", "now"),
     "diagnose": lambda run: f"{diagnose(run)}",
     "logs": lambda run: list(logs.output(run, 0, follow=False)),
-    "list": lambda run: [runs_table.line(each) for each in listing.newest_statuses(None)],
+    "list": lambda run: runs_table(listing.newest_statuses(None), 80),
     "export": lambda run: chosen_step(run, None),
     "generate": lambda run: generate._source(GenerationRequest(str(run.path), "The", None, 5, 0.0, 0, False)),
     "train again": lambda run: (nothing_left(recipe(), run), resume.choose(run, resume.AUTOMATIC)),

@@ -20,7 +20,6 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from ortlaunch.ortmodule.deepspeed import gradient_norm, sources
 from ortlaunch.ortmodule.deepspeed.gradient_norm import Applied, fuse_gradient_norm, restore
 from ortlaunch.rank import Rank
-from ortlaunch.units import fitted
 from ortlaunch.worker.engine import engine
 from ortlaunch.worker.engine.stepping import DeepSpeedStepper
 from ortlaunch.worker.process_group.distributed import DistributedContext
@@ -317,7 +316,7 @@ OFFLOAD = "with CPU offload DeepSpeed measures gradients as it copies them"
             {"zero": {}},
             {"cpu_offload": True},
             (False, None, f"{EAGER}; {OFFLOAD}"),
-            [fitted(f"{LEFT}: {EAGER}; {OFFLOAD}")],
+            [f"{LEFT}: {EAGER}; {OFFLOAD}"],
         ),
     ],
 )

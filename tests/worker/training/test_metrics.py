@@ -20,7 +20,7 @@ import transformers
 from torch import nn
 
 from ortlaunch.recipe import Recipe
-from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.run_folder.folder import PROGRESS_VARIABLE, RunDir
 from ortlaunch.units import duration
 from ortlaunch.worker.engine import flops
 from ortlaunch.worker.engine.flops import flops_per_token, measured_peak_flops
@@ -122,6 +122,25 @@ def test_the_line_for_a_person(
         ]
         or "samples/s" in capsys.readouterr().out
     )
+
+
+def test_the_line_fits_the_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A narrow terminal shows fewer values; metrics.jsonl has all."""
+    shown = {}
+    for columns in (100, 80, 60):
+        monkeypatch.setenv(PROGRESS_VARIABLE, str(columns))
+        metrics = Metrics(recipe(), RunDir(tmp_path), 0)
+        metrics.write(10, VALUES)
+        metrics.close()
+        shown[columns] = capsys.readouterr().out.rstrip()
+    assert [len(line) <= columns for columns, line in shown.items()] == [True, True, True]
+    assert "epoch 0.25" in shown[100]
+    assert "epoch" not in shown[80]
+    assert "lr 0.002" in shown[80]
+    assert shown[60] == "step 10/20  loss 1.2500  98,765 tokens/s  MFU 5.2%  ETA 0:00"
+    assert records(RunDir(tmp_path))[0]["epoch"] == 0.25
 
 
 def test_a_resumed_run_cuts_what_came_after_its_checkpoint(

@@ -137,7 +137,7 @@ def test_settings_variables_and_a_copy_that_did_not_fit_are_told() -> None:
     assert lines[1].startswith(
         "deepcopy_before_export: off, for twice the parameters (4,000 bytes) would not fit "
     )
-    assert "free\n    memory (5,000 bytes, by control group /x); forward" in lines[1]
+    assert "free memory (5,000 bytes, by control group /x); forward" in lines[1]
     assert lines[2] == "from the environment: ORTMODULE_LOG_LEVEL=ERROR"
     # A copy that the recipe switched off is one of the settings.
     chosen = {"deepcopy_before_export": False, "log_level": "info"}
