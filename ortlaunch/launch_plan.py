@@ -61,9 +61,28 @@ class BatchPlan(NamedTuple):
     """Tokens of an optimizer step; null: samples have no length."""
 
 
-# Private memory of one rank and its supervisor before a model is built: 230 MiB measured with torch
-# 2.13 on a CPU, engine eager.
-PROCESS = 200 << 20
+class ProcessMemory(NamedTuple):
+    """Bytes of a rank's process beside its model: the interpreter and the libraries."""
+
+    own: int
+    """Private bytes."""
+    files: int
+    """Bytes of library files, which the ranks of a host share."""
+    is_measured: bool = False
+    """Whether a run in this environment measured them; otherwise they are usual values."""
+
+    @property
+    def total(self) -> int:
+        """Bytes of a rank that is alone on its host."""
+        return self.own + self.files
+
+    def of_ranks(self, count: int) -> int:
+        """Return the bytes of several ranks of a host."""
+        return count * self.own + self.files
+
+
+# Measured with the CPU build of torch 2.13.0, before a run of this environment has measured them.
+USUAL_PROCESS = ProcessMemory(300 << 20, 110 << 20)
 
 
 class Bytes(NamedTuple):
@@ -120,6 +139,8 @@ class Memory(NamedTuple):
     """Parameters of the model; tied ones count once."""
     trainable: int
     """Parameters that get gradients."""
+    process: ProcessMemory
+    """The rank's process beside its model."""
     by_stage: tuple[tuple[str, Bytes], ...]
     """Bytes on a rank by sharding: `DDP`, `ZeRO 1` and so on."""
     chosen: str
@@ -130,7 +151,7 @@ class Memory(NamedTuple):
     """Rows whose logits exist at one time; 0: all."""
     # A comparison keeps the gradients of both engines.
     compared: int = 0
-    """Bytes on each rank for gradients of a step that is compared with plain PyTorch; 0: none."""
+    """Bytes of the overhead on each rank for a comparison with plain PyTorch; 0: none."""
     start: int = 0
     """Most bytes on each device while the model is moved there and sharded, before the optimizer
     has state."""
@@ -264,6 +285,7 @@ def _named(plan: Plan) -> dict[str, object]:
         }
         value["memory"] = {
             **plan.memory._asdict(),
+            "process": plan.memory.process._asdict(),
             "by_stage": stages,
             "host": plan.memory.host._asdict(),
         }
@@ -275,4 +297,6 @@ def _memory_from(value: dict[str, Any]) -> Memory:
         (stage, Bytes(**{name: parts[name] for name in Bytes._fields if name in parts}))
         for stage, parts in value["by_stage"].items()
     )
-    return Memory(**{**value, "by_stage": stages, "host": HostMemory(**value.get("host", {}))})
+    host = HostMemory(**value.get("host", {}))
+    process = ProcessMemory(**value["process"])
+    return Memory(**{**value, "process": process, "by_stage": stages, "host": host})

@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 from ortlaunch import recipe
 from ortlaunch.commands.prepare_data import audited
 from ortlaunch.errors import RecipeError
+from ortlaunch.machine import visible_gpus
 from ortlaunch.recipe import Recipe, RecipeFile, inputs
+from ortlaunch.recipe.rules.rules import device_rules
 from ortlaunch.resolve.shipped import locate
 from ortlaunch.user_modules import broken_factories
 
@@ -96,6 +98,13 @@ def validate(
     # Notes only: the recipe may be right.
     lines += [*map(file.explain, inputs.doubtful(file.recipe)), *file.notes]
     lines += file.recipe.sweep_lines()
+    # Often a login node, so that this is a note, too.
+    device = file.recipe.launch.device
+    here = ("cuda" if visible_gpus(os.environ) else "cpu") if device == "auto" else device
+    lines += [
+        f"a training on this host ends with: {file.explain(each)}"
+        for each in device_rules(file.recipe, here)
+    ]
     return Validation(file.recipe, loaded.path, tuple(lines))
 
 

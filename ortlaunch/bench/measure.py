@@ -23,7 +23,6 @@ from ortlaunch.bench.turns import Failed, OnReady, VariantJob
 from ortlaunch.bench.variants import Variant, resolve_variant, variants
 from ortlaunch.errors import InputError, LaunchError, OrtlaunchError, PlanError
 from ortlaunch.json_types import Json
-from ortlaunch.launch_plan import PROCESS
 from ortlaunch.process import heeded
 from ortlaunch.resolve import provenance
 from ortlaunch.resolve.resolve import ResolvedRun
@@ -234,9 +233,9 @@ def _that_fits(length: Length, players: Sequence[VariantJob], print_line: PrintL
     free = machine.tightest_free().free
     for plan in plans:
         assert plan.memory is not None
-        needed += (PROCESS + dict(plan.memory.by_stage)[plan.memory.chosen].total) * plan.nodes[
-            0
-        ].slots
+        slots = plan.nodes[0].slots
+        parts = dict(plan.memory.by_stage)[plan.memory.chosen]
+        needed += plan.memory.process.of_ranks(slots) + slots * parts.total
     if needed <= free:
         return length
     print_line(

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 from ortlaunch.diagnose.evidence import Evidence
 from ortlaunch.json_types import Json
-from ortlaunch.launch_plan import PROCESS, Plan
+from ortlaunch.launch_plan import Plan, ProcessMemory
 from ortlaunch.planning.describe import memory_lines
 from ortlaunch.planning.memory import estimate
+from ortlaunch.planning.process_memory import process_memory
 from ortlaunch.recipe import Recipe, read_resolved
 from ortlaunch.units import human
 
@@ -27,15 +28,19 @@ def what_would_fit(found: Evidence) -> list[str]:
         return [f"what would fit: {_UNKNOWN}"]
     recipe = read_resolved(found.run.recipe)
     limit = _limit(found, plan)
-    rows = [*_less(recipe, plan)]
+    # The run itself may have measured its process.
+    process = process_memory(recipe)
+    rows = [*_less(recipe, plan, process)]
     # The run reached the limit, so the plan's estimate was too low by at least this factor.
     scale = max(1.0, limit / rows[0][1]) if limit else 1.0
     head = "what would fit" + (
-        f" (by the plan, with {human(PROCESS)} for the process)" if plan.device == "cpu" else ""
+        f" (by the plan, with {human(process.total)} for the process)"
+        if plan.device == "cpu"
+        else ""
     )
     more = f", {scale:.2f} times as much, because the run reached the limit" if scale > 1 else ""
     shown = f"{head}{more}: {human(limit)} per rank is the limit there" if limit else head
-    table = memory_lines(plan.memory, plan.world_size > 1, plan.device)
+    table = memory_lines(plan.memory._replace(process=process), plan.world_size > 1, plan.device)
     return [*table, shown, *(_row(said, math.ceil(scale * size), limit) for said, size in rows)]
 
 
@@ -49,27 +54,30 @@ def _limit(found: Evidence, plan: Plan) -> int | None:
     )
 
 
-def _less(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, int]]:
+def _less(recipe: Recipe, plan: Plan, process: ProcessMemory) -> Iterator[tuple[str, int]]:
     """Yield (setting, bytes of a rank with it); the current recipe comes first."""
     micro = plan.batch.micro_samples
-    ranks = plan.world_size
-    now = _total(recipe, micro, ranks, plan.device)
+
+    def total(changed: Recipe, micro_samples: int) -> int:
+        memory = estimate(changed, micro_samples, plan.world_size, plan.device, process)
+        assert memory is not None  # the plan has one
+        parts = dict(memory.by_stage)[memory.chosen]
+        return parts.total + (process.total if plan.device == "cpu" else 0)
+
+    now = total(recipe, micro)
     yield "as it is", now
-    sizes = [size for size in (micro // 2, micro // 4, 1) if 0 < size < micro]
-    for size in dict.fromkeys(sizes):
-        yield f"batch.micro_size: {size}", _total(recipe, size, ranks, plan.device)
+    sizes = [micro >> halvings for halvings in range(1, micro.bit_length())]
+    for size in sizes:
+        yield f"batch.micro_size: {size}", total(recipe, size)
     changed = recipe
     # Each setting is estimated alone; those that help are then combined.
-    for said, update in _settings(recipe, ranks):
-        total = _total(_with(recipe, update), micro, ranks, plan.device)
-        if total < now:
-            yield said, total
+    for setting, update in _settings(recipe, plan.world_size):
+        size = total(_with(recipe, update), micro)
+        if size < now:
+            yield setting, size
             changed = _with(changed, update)
     if changed is not recipe and sizes:
-        yield (
-            f"all of these, batch.micro_size: {sizes[-1]}",
-            _total(changed, sizes[-1], ranks, plan.device),
-        )
+        yield f"all of these, batch.micro_size: {sizes[-1]}", total(changed, sizes[-1])
 
 
 def _settings(recipe: Recipe, ranks: int) -> Iterator[tuple[str, dict[str, dict[str, object]]]]:
@@ -90,12 +98,6 @@ def _with(recipe: Recipe, update: dict[str, Json]) -> Recipe:
     return Recipe.model_validate(
         {**raw, **{name: {**(raw.get(name) or {}), **each} for name, each in update.items()}}
     )
-
-
-def _total(recipe: Recipe, micro: int, ranks: int, device: str) -> int:
-    memory = estimate(recipe, micro, ranks, device)
-    assert memory is not None  # the plan has one
-    return dict(memory.by_stage)[memory.chosen].total + (PROCESS if device == "cpu" else 0)
 
 
 def _row(said: str, total: int, limit: int | None) -> str:

@@ -78,8 +78,11 @@ def _layer_bytes(recipe: Recipe, c: Json, length: int, width: int, device: str) 
     attention = _attention(c)
     # Llama: norms with their inputs and outputs; gate, its SiLU, up, their product. BERT: two norms,
     # GELU's input and output.
-    plain = ("bert", "deberta-v2", "vit", "whisper")
-    numbers = attention + (4 * h + 2 * i if c["model_type"] in plain else 6 * h + 4 * i)
+    # Tensors of the inner width: ReLU keeps its output alone, GPT-2's GELU is a formula of tensors
+    # in PyTorch.
+    inner = {"gpt2": 2 if recipe.engine.name == "ort" else 5, "opt": 1}.get(c["model_type"], 2)
+    gated = c["model_type"] in (*DECODERS, "modernbert")
+    numbers = attention + (6 * h + 4 * i if gated else 4 * h + inner * i)
     # Norms of queries and keys, and Gemma's two norms more.
     own = DECODERS.get(c["model_type"], Decoder())
     numbers += attention // 2 * own.head_norms + 2 * h * own.norms

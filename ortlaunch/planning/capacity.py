@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ortlaunch.errors import PlanError
-from ortlaunch.launch_plan import PROCESS, Memory, Node
+from ortlaunch.launch_plan import Memory, Node, ProcessMemory
 from ortlaunch.machine import cores, tightest_limit
+from ortlaunch.planning.workload import Workload
 from ortlaunch.planning.world import World
 from ortlaunch.units import counted, human
 
 
-def crowded(world: World, memory: Memory | None, planned_only: bool) -> Iterator[str]:
+def crowded(world: World, work: Workload, planned_only: bool) -> Iterator[str]:
     """Yield notes on too many ranks for this host's cores, or, by the estimate, for its memory.
 
     Args:
@@ -25,7 +26,7 @@ def crowded(world: World, memory: Memory | None, planned_only: bool) -> Iterator
             continue
         if world.device == "cpu" and node.slots > cores():
             yield f"{node.host}: {node.slots} ranks share {cores()} cores, which slows them"
-        yield from _memory(node, _rank(memory, world.device), planned_only)
+        yield from _memory(node, work.process, _rank(work.memory, world.device), planned_only)
 
 
 def _rank(memory: Memory | None, device: str) -> tuple[int, int, str]:
@@ -50,19 +51,23 @@ def _rank(memory: Memory | None, device: str) -> tuple[int, int, str]:
     return kept, likely, of + beside
 
 
-def _memory(node: Node, rank: tuple[int, int, str], planned_only: bool) -> Iterator[str]:
+def _memory(
+    node: Node, process: ProcessMemory, rank: tuple[int, int, str], planned_only: bool
+) -> Iterator[str]:
     """Yield a note if the ranks of a host do not fit into its memory; raise PlanError for a run."""
     where, most, _ = tightest_limit()
     model, estimated, of = rank
-    least, likely = (node.slots * (PROCESS + each) for each in (model, estimated))
+    # The kernel can drop pages of files, so that only private bytes are needed at least.
+    least = node.slots * (process.own + model)
+    likely = process.of_ranks(node.slots) + node.slots * estimated
     if least > most:
-        each = f"({human(PROCESS)} a process + {human(model)} {of})"
+        each = f"({human(process.own)} a process + {human(model)} {of})"
         text = (
             f"{node.host}: {counted(node.slots, 'rank')} x {each} = {human(least)} at least, and {where} is "
             f"{human(most)}; use fewer ranks, a smaller model or more hosts"
         )
         # Where not even the processes fit, a plan is refused too.
-        if not planned_only or node.slots * PROCESS > most:
+        if not planned_only or node.slots * process.own > most:
             raise PlanError(text)
         yield text
     elif likely > most:

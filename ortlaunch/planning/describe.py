@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ortlaunch.launch_plan import PROCESS, Memory, Plan
+from ortlaunch.launch_plan import Memory, Plan
 from ortlaunch.planning.memory import why_unknown
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.data import HeldOut
@@ -160,7 +160,7 @@ def memory_lines(memory: Memory, choice: bool, device: str) -> list[str]:
         )
     if memory.compared:
         lines.append(
-            f"  steps that are compared hold {human(memory.compared)} of gradients more "
+            f"  overhead: {human(memory.compared)} are for a comparison with plain PyTorch "
             "(engine.parity_steps)"
         )
     if memory.chunk:
@@ -174,8 +174,15 @@ def memory_lines(memory: Memory, choice: bool, device: str) -> list[str]:
         if "overhead" in kinds
         else "activations are an estimate"
     )
-    before = [f"  the process takes {human(PROCESS)} besides its model"] if device == "cpu" else []
-    return [*lines, f"  {guessed}, {bound}the rest is exact", *before]
+    lines.append(f"  {guessed}, {bound}the rest is exact")
+    if device == "cpu":
+        source = "measured by a run here" if memory.process.is_measured else "a usual value"
+        whole = memory.process.total + dict(memory.by_stage)[memory.chosen].total
+        lines.append(
+            f"  the process takes {human(memory.process.total)} beside its model ({source}), "
+            f"{human(whole)} in all"
+        )
+    return lines
 
 
 def _beside_lines(memory: Memory, device: str) -> Iterator[str]:

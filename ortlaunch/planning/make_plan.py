@@ -33,7 +33,7 @@ def make_plan(
         modules: folder of the recipe, which may contain the user's own modules.
         worker: the command of one rank.
     """
-    batch, memory = work
+    batch = work.batch
     return Plan(
         name=recipe.name,
         task=task,
@@ -48,7 +48,7 @@ def make_plan(
         # The user's own variables come last and win.
         env=tuple(sorted({**_interface(recipe), **recipe.launch.env}.items())),
         forward=world.forward,
-        memory=memory,
+        memory=work.memory,
         deepspeed=deepspeed_config(
             recipe, batch.micro_samples, batch.accumulation_steps, world.ranks
         ),
@@ -65,10 +65,13 @@ def replan(recipe: Recipe, plan: Plan) -> Plan:
     """
     batch = solve_batch(recipe, plan.world_size)
     ranks = plan.world_size
+    memory = plan.memory and estimate(
+        recipe, batch.micro_samples, ranks, plan.device, plan.memory.process
+    )
     return replace(
         plan,
         batch=batch,
-        memory=estimate(recipe, batch.micro_samples, ranks, plan.device),
+        memory=memory,
         deepspeed=deepspeed_config(recipe, batch.micro_samples, batch.accumulation_steps, ranks),
     )
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from ortlaunch.json_types import Json
-from ortlaunch.launch_plan import Bytes, Memory
+from ortlaunch.launch_plan import USUAL_PROCESS, Bytes, Memory, ProcessMemory
 from ortlaunch.model_tasks import MODEL_TASKS
 from ortlaunch.planning.activations import activation_bytes, sample_tokens
 from ortlaunch.planning.loss_chunks import chunked
@@ -27,15 +27,18 @@ from ortlaunch.recipe.rules.parity import compared_steps
 
 # Overhead of a process on a CPU: its peak memory without the counted tensors, by engine. It is the
 # sum of a number of bytes and of three shares: of the model's bytes, of the activations that are
-# kept for the backward pass, and of all activations, recomputed ones included. Fitted to
-# memory.json of 27 runs of BERT and Llama (26 to 407 MiB planned, torch 2.13, glibc 2.36). The last
-# share is the fragmentation of the heap on engine eager, which recomputed layers cause, too: with
-# at most 57 MiB of live tensors, a process took 170 MiB.
+# kept for the backward pass, and of all activations, recomputed ones included. A plan should rather
+# be too high: fitted to memory.json of 60 runs of seven families (78 to 646 MiB, torch 2.13, glibc
+# 2.36), of which most take 0.75 to 1.0 of it. The last share is the fragmentation of the heap on
+# engine eager, which recomputed layers cause, too.
 _OVERHEAD = {
-    "eager": (10 << 20, 0.0, 0.0, 0.5),
-    "inductor": (85 << 20, 0.0, 0.2, 0.0),
-    "ort": (25 << 20, 0.4, 0.25, 0.0),
+    "eager": (15 << 20, 0.0, 0.0, 0.6),
+    "inductor": (100 << 20, 0.0, 0.2, 0.0),
+    "ort": (70 << 20, 0.4, 0.6, 0.0),
 }
+# Activations of plain PyTorch's pass that are in memory beside the engine's, as a share, while a
+# step is compared; the heap keeps a part of them.
+_COMPARED = 1.0
 # DeepSpeed's modules without MLflow and TorchInductor, which no run imports, and its engine: 17 to 29
 # MiB beside a run without it, at the tiny recipes.
 _DEEPSPEED = 25 << 20
@@ -66,18 +69,16 @@ def full_config(recipe: Recipe) -> Json | None:
     own = recipe.model.config or {}
     known = config_of(recipe.model.pretrained) if recipe.model.pretrained else {}
     given = {**(known or {}), **own}
-    # If the model's own config is not known, the recipe must have all sizes.
-    filled = None if known is None and not set(own) >= SIZES else complete(given)
-    config = filled or sized(given)
     tokenizer = recipe.data.tokenizer
     if (
-        config
-        and not recipe.model.pretrained
+        not recipe.model.pretrained
         and isinstance(tokenizer, TokenizerTraining)
         and "vocab_size" not in own
     ):
-        config["vocab_size"] = padded_vocabulary(tokenizer.vocab_size)
-    return config
+        given["vocab_size"] = padded_vocabulary(tokenizer.vocab_size)
+    # If the model's own config is not known, the recipe must have all sizes.
+    filled = None if known is None and not set(own) >= SIZES else complete(given)
+    return filled or sized(given)
 
 
 def tensor_sizes(config: Json, task: str) -> list[int]:
@@ -137,10 +138,24 @@ def _llama(c: Json, task: str) -> list[int]:
     return [vocab * h, *[*attention, *mlp, *norms] * c["num_hidden_layers"], h, *head]
 
 
-def estimate(recipe: Recipe, micro_samples: int, ranks: int, device: str = "cpu") -> Memory | None:
+def estimate(
+    recipe: Recipe,
+    micro_samples: int,
+    ranks: int,
+    device: str = "cpu",
+    process: ProcessMemory = USUAL_PROCESS,
+) -> Memory | None:
     """Return the memory of a rank, for each sharding, on `ranks` data-parallel ranks.
 
-    The result is None for models that are not known here.
+    Args:
+        recipe: the recipe.
+        micro_samples: samples of a micro batch.
+        ranks: data-parallel ranks.
+        device: cpu or cuda.
+        process: bytes of a rank's process beside its model.
+
+    Returns:
+        None for models that are not known here.
     """
     config = full_config(recipe)
     if config is None or (
@@ -185,15 +200,27 @@ def estimate(recipe: Recipe, micro_samples: int, ranks: int, device: str = "cpu"
                 ),
             )
         )
+    compared = 0
+    if compares:
+        eager = recipe.engine.model_copy(update={"name": "eager", "memory_optimization": 0})
+        plain = recipe.model_copy(update={"engine": eager})
+        compared = 2 * _width(recipe) * trainable
+        # torch's allocator of a GPU uses the freed blocks of one pass for the other.
+        if device == "cpu":
+            kept = activation_bytes(plain, config, micro_samples, _width(recipe), device)
+            compared += int(_COMPARED * kept)
     kind = "llama" if config["model_type"] in DECODERS else "bert"
     libraries = _contexts(recipe, ranks)
     stages = [
         (
             stage,
             parts._replace(
-                overhead=_overhead(recipe, parts, kind, all_activations)
-                if device == "cpu"
-                else libraries
+                overhead=compared
+                + (
+                    _overhead(recipe, parts, kind, all_activations)
+                    if device == "cpu"
+                    else libraries
+                )
             ),
         )
         for stage, parts in stages
@@ -205,9 +232,8 @@ def estimate(recipe: Recipe, micro_samples: int, ranks: int, device: str = "cpu"
         int(config["vocab_size"]),
         device,
     )
-    compared = 2 * _width(recipe) * trainable if compares else 0
     return Memory(
-        parameters, trainable, tuple(stages), chosen, (4 + state_bytes(recipe)) * trainable, chunk, compared,
+        parameters, trainable, process, tuple(stages), chosen, (4 + state_bytes(recipe)) * trainable, chunk, compared,
         at_start(recipe, tensors, trainable, width, ranks),
         on_host(recipe, parameters, trainable, width, ranks, device),
     )  # fmt: skip
@@ -264,6 +290,13 @@ def why_unknown(recipe: Recipe) -> str:
         return (
             f"models of type {kind} have no estimate; a training records its memory in memory.json"
         )
+    if full_config(recipe) is None:
+        return (
+            f"a plan needs the sizes of a {kind} in model.config, as its config.json has them; "
+            "a training records its memory in memory.json"
+        )
+    if model.lora is None:
+        return f"models of type {kind} have no estimate for task {model.task}"
     return "adapters on these target_modules have no estimate; a training records its memory in memory.json"
 
 

@@ -1,4 +1,4 @@
-"""Tensors of ModernBERT, DeBERTa v3, ViT and Whisper, from the fields of their configs.
+"""Tensors of model families beside BERT and Llama, from the fields of their configs.
 
 The config is one that `families.sized` returned. A test compares the counts with transformers.
 """
@@ -72,7 +72,23 @@ def _deberta(c: Json, task: str) -> Shape:
     layer = Layers(c["num_hidden_layers"], *_encoder_layer(h, c["intermediate_size"], names))
     # Of version 3: no absolute positions, one table of relative ones with a norm, shared projections.
     embeddings = [c["vocab_size"] * h, h, h, 2 * c["position_buckets"] * h, h, h]
-    return Shape([layer], [*embeddings, h * h, h, *_classes(c, task, h)])
+    return Shape([layer], [*embeddings, *_head(c, task, h, h)])
+
+
+def _head(c: Json, task: str, h: int, e: int) -> list[int]:
+    """Return a head of BERT's kind: a layer and a norm before words, a pooler before a class.
+
+    The weights of the words are those of the embeddings.
+
+    Args:
+        c: the config.
+        task: the task of the model.
+        h: width of the layers.
+        e: width of the embeddings.
+    """
+    if MODEL_TASKS[task].predicts:
+        return [h * e, e, e, e, c["vocab_size"]]
+    return [*([h * h, h] if MODEL_TASKS[task].pools else []), *_classes(c, task, h)]
 
 
 def _modernbert(c: Json, task: str) -> Shape:
@@ -82,7 +98,54 @@ def _modernbert(c: Json, task: str) -> Shape:
     linear = [("Wqkv", h, 3 * h), ("Wo", h, h), ("Wi", h, 2 * i), ("Wo", i, h)]
     # The first layer has one norm, the others two; norms of embeddings, of the end, of the head.
     rest = [c["vocab_size"] * h, h, h, h * h, h, *[h] * (count - 1)]
-    return Shape([Layers(count, linear, [h])], [*rest, *_classes(c, task, h)])
+    words = [c["vocab_size"]] if MODEL_TASKS[task].predicts else []
+    return Shape([Layers(count, linear, [h])], [*rest, *words, *_classes(c, task, h)])
+
+
+def _roberta(c: Json, task: str) -> Shape:
+    h = c["hidden_size"]
+    # ELECTRA's embeddings may be narrower than its layers.
+    e = c.get("embedding_size", h)
+    names = ("query", "key", "value", "dense", "dense", "dense")
+    layer = Layers(c["num_hidden_layers"], *_encoder_layer(h, c["intermediate_size"], names))
+    tables = c["vocab_size"] + c["max_position_embeddings"] + c["type_vocab_size"]
+    rest = [tables * e, e, e, *([] if e == h else [e * h, h])]
+    return Shape([layer], [*rest, *_head(c, task, h, e)])
+
+
+def _distilbert(c: Json, task: str) -> Shape:
+    h = c["hidden_size"]
+    names = ("q_lin", "k_lin", "v_lin", "out_lin", "lin1", "lin2")
+    layer = Layers(c["num_hidden_layers"], *_encoder_layer(h, c["intermediate_size"], names))
+    rest = [(c["vocab_size"] + c["max_position_embeddings"]) * h, h, h]
+    return Shape([layer], [*rest, *_head(c, task, h, h)])
+
+
+def _gpt2(c: Json, task: str) -> Shape:
+    h = c["hidden_size"]
+    i = c["intermediate_size"]
+    linear = [("c_attn", h, 3 * h), ("c_proj", h, h), ("c_fc", h, i), ("c_proj", i, h)]
+    layer = Layers(c["num_hidden_layers"], linear, [3 * h, h, i, h, *[h] * 4])
+    return _decoder(c, task, layer, c["positions"])
+
+
+def _opt(c: Json, task: str) -> Shape:
+    h = c["hidden_size"]
+    names = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
+    layer = Layers(c["num_hidden_layers"], *_encoder_layer(h, c["intermediate_size"], names))
+    # Its first two positions are those of padding.
+    return _decoder(c, task, layer, c["max_position_embeddings"] + 2)
+
+
+def _decoder(c: Json, task: str, layer: Layers, positions: int) -> Shape:
+    """Return a decoder with learned positions, whose head has the weights of the embeddings."""
+    h = c["hidden_size"]
+    head = _classes(c, task, h)
+    # A class of the last token has no bias.
+    return Shape(
+        [layer],
+        [(c["vocab_size"] + positions) * h, h, h, *(head[:1] if MODEL_TASKS[task].pools else head)],
+    )
 
 
 def _vit(c: Json, task: str) -> Shape:
@@ -109,7 +172,12 @@ def _whisper(c: Json, task: str) -> Shape:
 # The function that returns a family's shape.
 SHAPES: dict[str, Callable[[Json, str], Shape]] = {
     "deberta-v2": _deberta,
+    "distilbert": _distilbert,
+    "electra": _roberta,
+    "gpt2": _gpt2,
     "modernbert": _modernbert,
+    "opt": _opt,
+    "roberta": _roberta,
     "vit": _vit,
     "whisper": _whisper,
 }

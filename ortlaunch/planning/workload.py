@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ortlaunch.errors import PlanError
-from ortlaunch.launch_plan import BatchPlan, Memory
+from ortlaunch.launch_plan import USUAL_PROCESS, BatchPlan, Memory, ProcessMemory
 from ortlaunch.planning.memory import estimate
 from ortlaunch.planning.world import World
 from ortlaunch.recipe import Recipe
@@ -13,16 +13,24 @@ from ortlaunch.units import counted
 
 
 class Workload(NamedTuple):
-    """The batch, and its memory; None for a model that cannot be counted."""
+    """The batch, and the memory that it needs."""
 
     batch: BatchPlan
     memory: Memory | None
+    """None for a model that cannot be counted."""
+    process: ProcessMemory
+    """Bytes of a rank's process beside its model."""
 
 
-def workload(recipe: Recipe, world: World) -> Workload:
+def workload(recipe: Recipe, world: World, process: ProcessMemory = USUAL_PROCESS) -> Workload:
     """Return the workload of a run on these hosts.
 
     An elastic run keeps its batch on every number of hosts that it may get.
+
+    Args:
+        recipe: the recipe.
+        world: hosts and device.
+        process: bytes of a rank's process beside its model.
 
     Raises:
         PlanError: the batch equation has no whole solution.
@@ -36,7 +44,8 @@ def workload(recipe: Recipe, world: World) -> Workload:
                 f"launch.nodes is {recipe.launch.nodes}, and on {counted(count, 'host')}: {error}"
             ) from None
     batch = solve_batch(recipe, world.ranks)
-    return Workload(batch, estimate(recipe, batch.micro_samples, world.ranks, world.device))
+    memory = estimate(recipe, batch.micro_samples, world.ranks, world.device, process)
+    return Workload(batch, memory, process)
 
 
 def solve_batch(recipe: Recipe, ranks: int) -> BatchPlan:

@@ -48,4 +48,4 @@ def _memory(recipe: Recipe, ranks: int) -> str:
         return "-"
     if memory is None:
         return "-"
-    return f"{(dict(memory.by_stage)[memory.chosen].total + memory.compared) / 2**30:.1f}"
+    return f"{dict(memory.by_stage)[memory.chosen].total / 2**30:.1f}"

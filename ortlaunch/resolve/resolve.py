@@ -17,6 +17,7 @@ from ortlaunch.errors import RecipeError
 from ortlaunch.launch_plan import Plan
 from ortlaunch.planning.capacity import crowded
 from ortlaunch.planning.make_plan import make_plan
+from ortlaunch.planning.process_memory import process_memory
 from ortlaunch.planning.workload import Workload, workload
 from ortlaunch.planning.world import LaunchOptions, World, resolve_world
 from ortlaunch.recipe import RecipeFile, inputs, load
@@ -152,8 +153,8 @@ def resolve_file(file: RecipeFile, command: Command, world: World | None = None)
     command = command._replace(options=command.options.with_hosts_text())
     given, path, options, environ = command
     world = world or resolve_world(recipe, options, environ)
-    work = workload(recipe, world)
-    tight = crowded(world, work.memory, options.planned_only) if world.inside is None else ()
+    work = workload(recipe, world, process_memory(recipe))
+    tight = crowded(world, work, options.planned_only) if world.inside is None else ()
     broken = broken_factories(recipe, command.modules)
     named = f"those of {options.hostfile}" if options.hostfile else "the run's hosts"
     file.require((*device_rules(recipe, world.device, named), *task_rules(recipe, options.task)))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from ortlaunch.errors import InputError
 from ortlaunch.launch_plan import Plan
+from ortlaunch.planning.process_memory import record_process_memory
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.folder import RunDir, read_json
 from ortlaunch.worker.checkpoint import CompleteCheckpoint, choose, explain
@@ -94,6 +95,9 @@ def build_session(
         keep(run, recipe, data.tokenizer, data.class_names, data.classes)
     # Before the engine is built, whose memory counts.
     memory = MemoryUse(group.device, model)
+    # Now, because this run may be one that runs out of memory.
+    if group.rank == 0 and group.device.type == "cpu":
+        record_process_memory(recipe, memory.process)
     built = time.perf_counter()
     batches = Batches(samples, plan.batch, recipe.seed, recipe.data.lengths, stack_of(recipe))
     first = 0

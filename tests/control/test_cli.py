@@ -246,16 +246,19 @@ def test_a_big_recipe_on_a_login_node(
     assert ortlaunch("plan", path, "--hostfile", "hosts", "launch.device=cuda").status == 0
 
 
+PLANNED = ("llama2-7b/finetune", "launch.device=cuda")
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["good.yaml"], "memory: unknown: your factory builds the model; a training records its "
          "memory in memory.json"),
-        (["llama2-7b/finetune", "launch.device=cuda"], "memory: unknown: the config of "
-         "meta-llama/Llama-2-7b-hf is not on this host, and a plan does not contact the hub; "
-         "give a local folder, or download it once: hf"),
-        (["bert.yaml", "model.config={model_type: gpt2}"], "memory: unknown: models of type gpt2 have no"),
-        (["llama2-7b/finetune", "launch.device=cuda", "model.pretrained=here"], "memory: 6,738,415,616 parameters"),
+        ([*PLANNED, "model.pretrained=meta-llama/Llama-2-13b-hf", "model.config=null"],
+         "memory: unknown: the config of meta-llama/Llama-2-13b-hf is not on this host, and a plan does not contact "
+         "the hub; give a local folder, or download it once: hf"),
+        (["bert.yaml", "model.config={model_type: xlnet}"], "memory: unknown: models of type xlnet have no"),
+        ([*PLANNED, "model.pretrained=here", "model.config={vocab_size: 32000}"], "memory: 6,738,415,616 parameters"),
     ],
 )  # fmt: skip
 def test_plan_says_why_there_is_no_memory_table(
@@ -279,16 +282,16 @@ def test_plan_says_why_there_is_no_memory_table(
     assert ended.status == 0, ended.err
     assert said in " ".join(ended.out.split())
     # The layout of the cache of huggingface_hub.
-    model = Path("hub/hub/models--meta-llama--Llama-2-7b-hf")
+    model = Path("hub/hub/models--meta-llama--Llama-2-13b-hf")
     (model / "refs").mkdir(parents=True)
     (model / "refs/main").write_text("abc123")
     (model / "snapshots").mkdir()
     Path("here").rename(model / "snapshots/abc123")
-    if "pretrained" not in arguments[-1] and "finetune" in arguments[0]:
+    if "config=null" in arguments[-1]:
         assert "memory: 6,738,415,616 parameters" in ortlaunch("plan", *arguments).out
         (model / "refs/v2").write_text("abc123")
         for revision in ("v2", "abc123"):
-            pinned = f"model.pretrained=meta-llama/Llama-2-7b-hf@{revision}"
+            pinned = f"model.pretrained=meta-llama/Llama-2-13b-hf@{revision}"
             assert "memory: 6,738,415,616 p" in ortlaunch("plan", *arguments, pinned).out
         unknown = ortlaunch("plan", *arguments, "model.pretrained=meta-llama/Llama-2-7b-hf@v3").out
         command = "hf download meta-llama/Llama-2-7b-hf config.json --revision v3"
@@ -422,10 +425,15 @@ def test_recipes_show(ortlaunch: Run) -> None:
 
 
 def test_recipes_copy(ortlaunch: Run) -> None:
-    """A recipe is copied with those that it extends; a second copy overwrites nothing."""
-    assert ortlaunch("recipes", "copy", "bert-large/phase2", "mine") == Ended(
-        0, "mine/phase2.yaml\nmine/phase1.yaml\n", ""
-    )
+    """A recipe is copied with those that it extends; a second copy overwrites nothing.
+
+    A recipe that this host cannot train says why.
+    """
+    ended = ortlaunch("recipes", "copy", "bert-large/phase2", "mine")
+    assert (ended.status, ended.out) == (0, "mine/phase2.yaml\nmine/phase1.yaml\n")
+    note = "a training on this host ends with: mine/phase1.yaml:40:1: precision: got fp16 with"
+    assert note in " ".join(ended.err.split())
+    assert "precision: got fp16" in ortlaunch("validate", "mine/phase2.yaml", "--elsewhere").out
     Path("mine/phase2.yaml").unlink()
     ended = ortlaunch("recipes", "copy", "bert-large/phase2", "mine")
     assert ended == Ended(

@@ -14,11 +14,13 @@ import pytest
 from ortlaunch.cause import Cause, Failure
 from ortlaunch.cli import app
 from ortlaunch.diagnose import evidence
+from ortlaunch.diagnose import memory as diagnose_memory
 from ortlaunch.diagnose.report import diagnose, with_verdict
 from ortlaunch.errors import InputError
 from ortlaunch.launch import JobState
 from ortlaunch.launch.failure import End, first_failure
 from ortlaunch.launch.record import JobRecord
+from ortlaunch.launch_plan import USUAL_PROCESS
 from ortlaunch.recipe import to_yaml
 from ortlaunch.run_folder.cause_text import OURS, sentence
 from ortlaunch.run_folder.folder import RunDir, write_json, write_text
@@ -185,16 +187,23 @@ def test_processes_that_the_kernel_ended(tmp_path: Path) -> None:
     )
 
 
+@pytest.fixture
+def _usual_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No run has measured the process's own memory."""
+    monkeypatch.setattr(diagnose_memory, "process_memory", lambda recipe: USUAL_PROCESS)
+
+
+@pytest.mark.usefixtures("_usual_process")
 def test_out_of_memory_says_what_would_fit(tmp_path: Path) -> None:
     """The evidence compares the plan, and settings that need less memory, with the rank's limit."""
     big = {"batch": {"global_size": 64, "micro_size": 32}}
-    # Two ranks share the limit of the host: 224 MiB for each.
-    limit = {"memory_limit": {"name": "control group", "bytes": 2 * (224 << 20)}}
+    # Two ranks share the limit of the host: 434 MiB for each.
+    limit = {"memory_limit": {"name": "control group", "bytes": 2 * (434 << 20)}}
     found = diagnose(made(tmp_path, bert(**big, zero=None), cause="out-of-memory", **limit))
     rows = [line.strip() for line in found.evidence]
     assert any(line.startswith("->DDP") for line in rows)
     head = (
-        "what would fit (by the plan, with 200.0 MiB for the process): 224.0 MiB per rank is "
+        "what would fit (by the plan, with 410.0 MiB for the process): 434.0 MiB per rank is "
         "the limit there"
     )
     assert head in rows
@@ -204,6 +213,8 @@ def test_out_of_memory_says_what_would_fit(tmp_path: Path) -> None:
         if line.endswith(("fit", "fits"))
     }
     assert fits["as it is"] == "does not fit"
+    sizes = [f"batch.micro_size: {size}" for size in (16, 8, 4, 2, 1)]
+    assert [name for name in fits if name.startswith("batch")] == sizes
     assert fits["batch.micro_size: 1"] == "fits"
     assert "model.gradient_checkpointing: true" in fits
     # The buckets of ZeRO 3 need more memory than they save in such a small model.

@@ -28,7 +28,7 @@ GROUND = {"version", "cause", "errors", "json_types", "rank", "process", "machin
 # Modules that the worker may import beside itself and ortmodule: the ground floor, and the modules
 # that both sides use.
 SHARED = {*GROUND, "cache", "file_errors", "user_modules", "launch_plan", "recipe", "run_folder",
-          "planning.loss_chunks", "planning.memory", "planning.prediction",
+          "planning.loss_chunks", "planning.memory", "planning.prediction", "planning.process_memory",
           "ortmodule.build.extensions"}  # fmt: skip
 CONTROL = {"output", "planning", "launch", "schedulers", "resolve", "bench", "doctor", "diagnose", "report",
            "other_tools", "run", "other_runs", "commands", "search"}  # fmt: skip
@@ -77,6 +77,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "planning.prediction": (
         {*GROUND, "cache", "recipe", "launch_plan", "run_folder"}, set()
     ),
+    "planning.process_memory": ({"cache", "errors", "json_types", "launch_plan", "recipe", "run_folder"}, set()),
     "planning.startup": ({"recipe", "launch_plan"}, set()),
     "planning.model_sizes": ({"json_types", "model_tasks"}, set()),
     "planning.activations": ({"recipe", "json_types", "machine", "planning.loss_chunks"}, set()),
@@ -130,7 +131,8 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "cli.cluster.selftest": ({"commands", "doctor", "process", "cli"}, {"typer"}),
     "cli.results.device": ({"errors", "commands", "tasks", "cli"}, {"typer"}),
     "cli.setup": (
-        {"errors", "doctor", "other_tools", "output", "recipe", "resolve", "run_folder", "units", "cli"}, {"typer"}
+        {"__init__", "errors", "doctor", "other_tools", "output", "recipe", "resolve", "run_folder", "units", "cli"},
+        {"typer"},
     ),
     "cli.training.bench": ({"output", "bench", "resolve", "cli"}, {"typer"}),
     "cli.training.data": ({"__init__", "commands", "cli"}, {"typer"}),

@@ -40,6 +40,13 @@ def copy_recipe(
     target: Annotated[Path, typer.Argument(help="File or folder to copy it to.")] = Path(),
 ) -> None:
     """Copy a shipped recipe, with what it extends and its modules; never over a file of yours."""
+    import ortlaunch
+    from ortlaunch.output import output_columns
     from ortlaunch.resolve.shipped import copy
+    from ortlaunch.units import wrap_lines
 
-    typer.echo("\n".join(str(path) for path in copy(name, target)))
+    copied = copy(name, target)
+    typer.echo("\n".join(map(str, copied)))
+    # A recipe for a GPU, or for data that are not here yet, has notes.
+    for note in ortlaunch.validate(copied[0], elsewhere=True).notes:
+        typer.echo(wrap_lines(note, output_columns()), err=True)

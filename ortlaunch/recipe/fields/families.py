@@ -88,14 +88,57 @@ SIZES = {
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"
 }  # fmt: skip
 _ENCODER = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
+_TABLES = ("vocab_size", "max_position_embeddings", "type_vocab_size")
 _WHISPER = ("d_model", "encoder_ffn_dim", "encoder_layers", "decoder_layers", "num_mel_bins", "vocab_size",
             "encoder_attention_heads", "max_source_positions", "max_target_positions")  # fmt: skip
 # Families whose tensors planning/model_sizes.py counts, with the fields that a config must have.
 COUNTED: dict[str, tuple[str, ...]] = {
     "deberta-v2": (*_ENCODER, "vocab_size", "position_buckets"),
+    "distilbert": (
+        "dim",
+        "hidden_dim",
+        "n_heads",
+        "n_layers",
+        "vocab_size",
+        "max_position_embeddings",
+    ),
+    "electra": (*_ENCODER, *_TABLES, "embedding_size"),
+    "gpt2": ("n_embd", "n_head", "n_layer", "n_positions", "vocab_size"),
     "modernbert": (*_ENCODER, "vocab_size"),
+    "opt": (
+        "hidden_size",
+        "ffn_dim",
+        "num_attention_heads",
+        "num_hidden_layers",
+        "vocab_size",
+        "max_position_embeddings",
+    ),
+    "roberta": (*_ENCODER, *_TABLES),
     "vit": (*_ENCODER, "image_size", "patch_size"),
     "whisper": _WHISPER,
+}
+# Names of sizes that a plan reads, with a family's own names.
+_OWN_NAMES = {
+    "distilbert": {
+        "hidden_size": "dim", "intermediate_size": "hidden_dim", "num_attention_heads": "n_heads",
+        "num_hidden_layers": "n_layers", "hidden_dropout_prob": "dropout",
+        "attention_probs_dropout_prob": "attention_dropout",
+    },
+    "gpt2": {
+        "hidden_size": "n_embd", "intermediate_size": "n_inner", "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer", "positions": "n_positions",
+        "hidden_dropout_prob": "resid_pdrop", "attention_probs_dropout_prob": "attn_pdrop",
+    },
+    "opt": {
+        "intermediate_size": "ffn_dim", "hidden_dropout_prob": "dropout",
+        "attention_probs_dropout_prob": "attention_dropout",
+    },
+}  # fmt: skip
+_TENTH = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+# Their defaults in transformers, of families without a table of all fields.
+_DROPOUTS = {
+    **dict.fromkeys(("distilbert", "electra", "gpt2", "roberta"), _TENTH),
+    "opt": {"hidden_dropout_prob": 0.1},
 }
 CONFIG_FIELDS = COMMON | set(BERT) | set(LLAMA)
 # Linear layers that can get a low-rank adapter, by the last part of their name.
@@ -138,7 +181,17 @@ def sized(config: dict[str, Any]) -> dict[str, Any] | None:
         positions = int((config["image_size"] // config["patch_size"]) ** 2 + 1)
         return {**config, "vocab_size": 0, "positions": positions}
     if kind != "whisper":
-        return config
+        names = _OWN_NAMES.get(str(kind), {})
+        named = {name: config[own] for name, own in names.items() if own in config}
+        if kind == "gpt2":
+            named["intermediate_size"] = config.get("n_inner") or 4 * config["n_embd"]
+        # Its embeddings are projected, as those of one published size are.
+        if (
+            kind == "opt"
+            and config.get("word_embed_proj_dim", config["hidden_size"]) != config["hidden_size"]
+        ):
+            return None
+        return {**_DROPOUTS.get(str(kind), {}), **config, **named}
     return {
         **config,
         "hidden_size": config["d_model"],

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses import FakeTensor
 
-from ortlaunch.launch_plan import Plan
+from ortlaunch.launch_plan import Plan, ProcessMemory
 from ortlaunch.run_folder.records import MeasuredMemory, MemoryReport, PlannedMemory
 from ortlaunch.units import human
 from ortlaunch.worker.engine.memory_limits import status
@@ -65,9 +65,10 @@ class MemoryUse:
         self.largest = Footprint(0, 0, 0, 0, 0)
         self.resets = _reset_peak(device)
         # The weights are resident already, but count as the run's memory.
-        self.baseline = (
-            status("VmRSS") - _count(model.parameters(), {}) if device.type == "cpu" else 0
-        )
+        weights = _count(model.parameters(), {}) if device.type == "cpu" else 0
+        self.process = _process(weights)
+        """The interpreter and the libraries, without a GPU."""
+        self.baseline = self.process.total if device.type == "cpu" else 0
 
     def record_usage(self, stepper: Stepper) -> None:
         """Count the live tensors; to be called before and after each step.
@@ -143,10 +144,11 @@ def memory_line(record: MemoryReport) -> str:
     planned = record.planned
     measured = record.measured
     peak = f"memory a rank: {human(measured.peak)} at peak"
+    beside = f", beside {human(record.baseline)} of its process" if record.baseline else ""
     model = f"  weights, gradients and optimizer: {human(measured.model)}"
     if planned is None:
-        return f"{peak}, not planned\n{model}"
-    return f"{peak}, planned {human(planned.peak)}\n{model}, planned {human(planned.model)}"
+        return f"{peak}, not planned{beside}\n{model}"
+    return f"{peak}, planned {human(planned.peak)}{beside}\n{model}, planned {human(planned.model)}"
 
 
 def live_bytes(stepper: Stepper) -> Footprint:
@@ -228,6 +230,17 @@ def _count(tensors: Iterable[torch.Tensor], seen: dict[int, int]) -> int:
             seen[address] = storage.nbytes()
             total += storage.nbytes()
     return total
+
+
+def _process(weights: int) -> ProcessMemory:
+    """Return the bytes of this process beside its weights."""
+    resident = status("VmRSS") - weights
+    try:
+        own = status("RssAnon") - weights
+    # Kernels that do not tell private bytes from those of files, such as gVisor's.
+    except StopIteration:
+        own = resident
+    return ProcessMemory(own, resident - own, is_measured=True)
 
 
 def _reset_peak(device: torch.device) -> bool:

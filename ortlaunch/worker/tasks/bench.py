@@ -18,7 +18,6 @@ from ortlaunch.run_folder.folder import RunDir, json_text, read_json, write_json
 from ortlaunch.worker.engine.comparison import compare_with_draws
 from ortlaunch.worker.engine.differences import LEAST_LOSS, Comparison
 from ortlaunch.worker.engine.flops import measured_peak_flops, wait_for
-from ortlaunch.worker.engine.memory_limits import status
 from ortlaunch.worker.model.matmul_precision import matmul_precision
 from ortlaunch.worker.model.own_numbers import loss_in
 from ortlaunch.worker.model.precision import dtype_of
@@ -74,7 +73,7 @@ def _live(session: Session) -> None:
         else:
             found = life.turn(order["steps"])
         # Gathered, so that rank 0 reports an order only after all ranks have executed it.
-        memory = [int(text) for text in group.gather(str(peak_memory(group.device)))]
+        memory = [int(text) for text in group.gather(str(engine.memory.peak()))]
         _write(
             folder, group, {"order": order["number"], "waited": waited, "memory": memory, **found}
         )
@@ -159,16 +158,6 @@ def _facts(session: Session) -> Json:
         "flops_per_token": engine.flops_per_token,
         "peak_flops": peak,
     }
-
-
-def peak_memory(device: torch.device) -> int:
-    """Return the most bytes that this rank has held.
-
-    On a GPU these are bytes of torch's allocator, else resident bytes of the whole process.
-    """
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
-    return status("VmHWM")
 
 
 def parity(session: Session) -> Json:

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from ortlaunch.errors import PlanError
-from ortlaunch.launch_plan import PROCESS
+from ortlaunch.launch_plan import ProcessMemory
 from ortlaunch.machine import MemoryLimit, tightest_limit
 from ortlaunch.planning import capacity
 from ortlaunch.planning.capacity import crowded
@@ -17,9 +17,10 @@ from ortlaunch.planning.workload import workload
 from ortlaunch.planning.world import World
 from ortlaunch.recipe import Recipe
 from ortlaunch.units import human
-from tests.makers import bert, host, plan, recipe, world_of
+from tests.makers import bert, host, recipe, world_of
 
 GiB = 1 << 30
+PROCESS = ProcessMemory(200 << 20, 100 << 20)
 
 
 # For every test here, so that results do not depend on the machine.
@@ -36,10 +37,8 @@ def notes(
     made: Recipe, slots: int, name: str = "localhost", planned_only: bool = False
 ) -> list[str]:
     """Return the notes on that many ranks on one host."""
-    planned = plan(made, [host(name, slots)], "torchrun")
-    return list(
-        crowded(world_of(made, [host(name, slots)], "torchrun"), planned.memory, planned_only)
-    )
+    world = world_of(made, [host(name, slots)], "torchrun")
+    return list(crowded(world, workload(made, world, PROCESS), planned_only))
 
 
 def large(layers: int) -> Recipe:
@@ -74,7 +73,7 @@ def test_more_processes_than_memory_are_refused(planned_only: bool) -> None:
         "state) = 16.0 GiB at least, and control group /job is 16.0 GiB; use fewer ranks, a "
         "smaller model or more hosts"
     )
-    assert 81 * PROCESS < 16 * GiB < 82 * PROCESS
+    assert 81 * PROCESS.own < 16 * GiB < 82 * PROCESS.own
 
 
 def test_a_model_beyond_memory_is_refused_and_can_be_planned() -> None:
@@ -112,13 +111,13 @@ def test_the_hosts_memory_of_ranks_on_gpus(monkeypatch: pytest.MonkeyPatch) -> N
         ),
     ):
         world = World((host("gpus", 8),), "torchrun", "cuda", None, (), None)
-        work = workload(made, world)
+        work = workload(made, world, PROCESS)
         planned = make_plan(made, world, work, modules="", worker=())
         assert planned.memory is not None
         with pytest.raises(
             PlanError, match=rf"gpus: 8 ranks x \(200\.0 MiB a process \+ .* {cause}"
         ):
-            list(crowded(world, work.memory, planned_only=False))
+            list(crowded(world, work, planned_only=False))
         page = describe(planned, made)
         assert f"{human(planned.memory.host.built)} to build the model" in page
         # A page for terminals of 100 columns.

@@ -22,4 +22,4 @@ def test_a_curated_model_fits(name: str, ranks: int) -> None:
     recipe = load(shipped.find(name), offloads).recipe
     memory = estimate(recipe, int(recipe.batch.micro_size or 1), ranks, "cuda")
     assert memory is not None
-    assert dict(memory.by_stage)[memory.chosen].total + memory.compared < GPU
+    assert dict(memory.by_stage)[memory.chosen].total < GPU

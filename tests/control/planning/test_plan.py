@@ -304,9 +304,14 @@ def test_describe_many_hosts_briefly() -> None:
 
 def test_describe_a_model_that_is_not_known() -> None:
     """The page of an unknown model has the reason in place of a table of memory."""
-    unknown = bert(model={"task": "causal-lm", "config": {"model_type": "gpt2"}})
-    assert plan(unknown).memory is None
-    assert "memory: unknown: models of type gpt2" in describe(plan(unknown), unknown)
+    for kind, reason in (
+        ("xlnet", "models of type xlnet have no estimate"),
+        ("gpt2", "a plan needs the sizes of a gpt2 in model.config, as its config.json has them"),
+    ):
+        unknown = bert(model={"task": "causal-lm", "config": {"model_type": kind}})
+        assert plan(unknown).memory is None
+        page = " ".join(describe(plan(unknown), unknown).split())
+        assert f"memory: unknown: {reason}" in page
     # A known model has the table.
     assert "memory: 1" in describe(plan(bert()), bert())
 

@@ -14,8 +14,10 @@ import torch
 
 from ortlaunch import machine
 from ortlaunch.errors import PlanError
+from ortlaunch.launch_plan import ProcessMemory
 from ortlaunch.ortmodule import Settings, options
 from ortlaunch.planning.capacity import crowded
+from ortlaunch.planning.workload import workload
 from ortlaunch.worker.engine.memory_limits import RankLimits
 from tests import labs
 from tests.kernel_files import GiB, KernelFiles
@@ -39,7 +41,9 @@ def test_plan_trial_and_export_see_one_limit(
     with pytest.raises(PlanError, match=refused):
         list(
             crowded(
-                world_of(recipe(), [host("localhost", 11)], "torchrun"), None, planned_only=False
+                world := world_of(recipe(), [host("localhost", 11)], "torchrun"),
+                workload(recipe(), world, ProcessMemory(200 << 20, 0)),
+                planned_only=False,
             )
         )
     limits = {

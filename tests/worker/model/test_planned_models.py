@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from importlib.metadata import version
 from typing import Any
 
 import pytest
 import torch
 
+from ortlaunch.model_tasks import MODEL_TASKS
 from ortlaunch.planning.memory import estimate, full_config, tensor_sizes
 from ortlaunch.planning.model_sizes import SHAPES
 from ortlaunch.recipe import Recipe, load
+from ortlaunch.recipe.fields.families import sized
 from ortlaunch.resolve import shipped
+from tests.makers import bert
 from tests.worker.model.test_gradient_checkpointing_ranks import saved
 
 pytestmark = pytest.mark.skipif(
@@ -62,9 +66,85 @@ def built(recipe: Recipe, device: str, **more: Any) -> Any:
         return auto.from_config(transformers.AutoConfig.for_model(kind, **fields))
 
 
-def test_each_family_has_a_recipe() -> None:
+def test_each_family_is_compared() -> None:
     """Every family of planning/model_sizes.py is compared here."""
-    assert {(recipe(name).model.config or {})["model_type"] for name in PUBLISHED} == set(SHAPES)
+    published = {(recipe(name).model.config or {})["model_type"] for name in PUBLISHED}
+    assert published | set(SMALL) == set(SHAPES)
+
+
+# Sizes of small models, and the tasks that their family has.
+_SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 320,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+_WORDS = {"vocab_size": 96, "max_position_embeddings": 512}
+_ENCODES = ("masked-lm", "sequence-classification", "sequence-regression", "token-classification")
+_DECODES = ("causal-lm", *_ENCODES[1:])
+SMALL: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "deberta-v2": ({**_SIZES, "vocab_size": 96, "position_buckets": 16, "type_vocab_size": 0, **OWN["deberta-v2"]},
+                   _ENCODES),
+    "distilbert": ({"dim": 128, "hidden_dim": 320, "n_layers": 2, "n_heads": 4, **_WORDS}, _ENCODES),
+    "electra": ({**_SIZES, **_WORDS, "embedding_size": 64, "type_vocab_size": 2}, _ENCODES),
+    "gpt2": ({"n_embd": 128, "n_inner": 320, "n_layer": 2, "n_head": 4, "n_positions": 512, "vocab_size": 96,
+              "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}, _DECODES),
+    "modernbert": ({**_SIZES, "vocab_size": 96, **OWN["modernbert"]}, _ENCODES),
+    "opt": ({"hidden_size": 128, "ffn_dim": 320, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "word_embed_proj_dim": 128, **_WORDS}, _DECODES[:-1]),
+    "roberta": ({**_SIZES, **_WORDS, "type_vocab_size": 1}, _ENCODES),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SMALL)
+def test_sizes_are_those_of_transformers(kind: str) -> None:
+    """The plan has transformers' parameters, with the head of each task of the family."""
+    import transformers
+
+    fields, tasks = SMALL[kind]
+    for task in tasks:
+        more = {"num_labels": 1 if task == "sequence-regression" else 3}
+        if kind == "deberta-v2":
+            more["pooler_hidden_size"] = 128
+        config = transformers.AutoConfig.for_model(kind, **fields, **more)
+        with torch.device("meta"):
+            model = getattr(transformers, MODEL_TASKS[task].auto_class).from_config(config)
+        planned = sized({"model_type": kind, **fields, "num_labels": 3})
+        assert planned is not None
+        sizes = tensor_sizes(planned, task)
+        assert sum(sizes) == sum(weight.numel() for weight in model.parameters()), task
+
+
+@pytest.mark.parametrize("kind", sorted(set(SMALL) - {"deberta-v2", "modernbert"}))
+def test_a_layer_of_other_families_keeps_what_is_planned(kind: str) -> None:
+    """The planned bytes of one more layer are within a tenth of those that torch saves."""
+    import transformers
+
+    ids = torch.randint(3, 90, (2, 128))
+    measured, planned = [], []
+    for layers in (2, 3):
+        count = {"distilbert": "n_layers", "gpt2": "n_layer"}.get(kind, "num_hidden_layers")
+        fields = {**SMALL[kind][0], count: layers}
+        config = transformers.AutoConfig.for_model(kind, **fields)
+        net = transformers.AutoModelForSequenceClassification.from_config(config).train()
+        weights = {p.untyped_storage().data_ptr() for p in net.parameters()}
+        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        loss = functools.partial(net, **batch, labels=torch.tensor([0, 1]))
+        measured.append(saved(lambda loss=loss: loss().loss, weights)[1])
+        made = bert(
+            model={"task": "sequence-classification", "config": {"model_type": kind, **fields}},
+            data={
+                "train": {"format": "jsonl", "path": "x"},
+                "tokenizer": "x",
+                "sequence_length": 128,
+            },
+            engine={"name": "eager"},
+            zero=None,
+        )
+        memory = estimate(made, 2, 1, "cpu")
+        assert memory is not None
+        planned.append(dict(memory.by_stage)["DDP"].activations)
+    assert planned[1] - planned[0] == pytest.approx(measured[1] - measured[0], rel=0.1)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
