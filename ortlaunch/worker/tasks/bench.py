@@ -44,6 +44,7 @@ def _live(session: Session) -> None:
     group = session.group
     engine = session.engine
     asked = read_json(folder.bench)
+    assert engine.memory is not None
     if group.rank == 0:
         print_wrapped(*plan_lines(engine.report()), *engine.notes)
     life = MeasuredTraining(session)
