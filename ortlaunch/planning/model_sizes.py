@@ -105,7 +105,7 @@ def _modernbert(c: Json, task: str) -> Shape:
 def _roberta(c: Json, task: str) -> Shape:
     h = c["hidden_size"]
     # ELECTRA's embeddings may be narrower than its layers.
-    e = int(c.get("embedding_size", h))
+    e: int = c.get("embedding_size") or h
     names = ("query", "key", "value", "dense", "dense", "dense")
     layer = Layers(c["num_hidden_layers"], *_encoder_layer(h, c["intermediate_size"], names))
     tables = c["vocab_size"] + c["max_position_embeddings"] + c["type_vocab_size"]

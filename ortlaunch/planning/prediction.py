@@ -21,7 +21,7 @@ from ortlaunch.launch_plan import Plan
 from ortlaunch.machine import hardware, share_of_cores
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.rules.parity import compared_steps
-from ortlaunch.run_folder.folder import read_json
+from ortlaunch.run_folder.folder import read_json, write_json
 from ortlaunch.units import aligned, human
 from ortlaunch.version import __version__
 
@@ -144,14 +144,78 @@ def path(recipe: Recipe, plan: Plan) -> Path:
     return path_of(machine_of(recipe, plan), given, batch)
 
 
-def cached(recipe: Recipe, plan: Plan) -> Json | None:
-    """Return the content of the cache, or None.
+class CachedPrediction(NamedTuple):
+    """What `plan --predict`, and later runs, have written into the cache."""
 
-    `engines` has seconds and memory by engine, `others` the processes that were at work while the
-    rates were measured.
-    """
+    engines: Json
+    """By engine: `seconds` of a step and `memory` of a rank in bytes."""
+    others: list[str]
+    """Processes that were at work while the rates were measured."""
+    contradictions: list[str]
+    """Kinds of operators whose rates contradict themselves."""
+    measured: Json
+    """By engine: seconds of a step of the newest run."""
+
+    @property
+    def doubt(self) -> str:
+        """Why the predicted seconds are too long or meaningless; "" if nothing is known."""
+        if self.others:
+            count = len(self.others)
+            return f"{count} other process{'es' * (count > 1)} ran while the rates were measured"
+        if self.contradictions:
+            return f"the measured rates of {', '.join(self.contradictions)} contradict themselves"
+        return ""
+
+    def seconds(self, engine: str) -> float:
+        """Return the seconds of a step: those of a run, else corrected by runs on other engines."""
+        if engine in self.measured:
+            return float(self.measured[engine])
+        ratios = [
+            value / self.engines[name]["seconds"]
+            for name, value in self.measured.items()
+            if name in self.engines
+        ]
+        factor = math.prod(ratios) ** (1 / len(ratios)) if ratios else 1.0
+        return float(self.engines[engine]["seconds"]) * factor
+
+
+def cached(recipe: Recipe, plan: Plan) -> CachedPrediction | None:
+    """Return the content of the cache, or None."""
     file = path(recipe, plan)
-    return read_json(file) if file.exists() else None
+    if not file.exists():
+        return None
+    content = read_json(file)
+    return CachedPrediction(
+        content["engines"],
+        content["others"],
+        content.get("contradictions", []),
+        content.get("measured", {}),
+    )
+
+
+def record_step(recipe: Recipe, plan: Plan, engine: str, seconds: float) -> None:
+    """Keep the measured seconds of a step, which correct the prediction from now on."""
+    file = path(recipe, plan)
+    content = read_json(file)
+    write_json(file, {**content, "measured": {**content.get("measured", {}), engine: seconds}})
+
+
+def contradictions(rates: Rates) -> list[str]:
+    """Return the kinds whose larger operators take far more time a unit than smaller ones.
+
+    A larger product of matrices is about as fast a unit. Other operators may be slower by as much as
+    memory is slower than caches.
+    """
+    wrong = []
+    for kind, curve in rates.items():
+        most = 4 if kind.startswith(("matmul", "bmm")) else 20
+        fastest = math.inf
+        for _, unit in curve:
+            if unit > most * fastest:
+                wrong.append(kind)
+                break
+            fastest = min(fastest, unit)
+    return wrong
 
 
 def lines(recipe: Recipe, plan: Plan) -> Iterator[str]:
@@ -164,14 +228,15 @@ def lines(recipe: Recipe, plan: Plan) -> Iterator[str]:
     rows += [
         (
             f"{'->' if name == recipe.engine.name else '':2} {name}",
-            f"{each['seconds']:.3g}",
+            f"{found.seconds(name):.3g}{' (of a run)' if name in found.measured else ''}",
             human(each["memory"]),
         )
-        for name, each in found["engines"].items()
+        for name, each in found.engines.items()
     ]
     yield "predicted, from rates of this machine" + (
         ", without communication:" if plan.world_size > 1 else ":"
     )
     yield from aligned(rows)
-    if found["others"]:
-        yield f"  too long: {', '.join(found['others'])} ran beside the measurement of the rates (plan --predict)"
+    if found.doubt:
+        yield f"  the seconds are in doubt: {found.doubt}; measure again: plan --predict"
+        yield from (f"    {other}" for other in found.others)

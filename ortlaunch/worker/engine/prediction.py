@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import itertools
 import sys
 import time
 import warnings
@@ -36,12 +35,11 @@ from torch.utils.hooks import RemovableHandle
 
 from ortlaunch import machine
 from ortlaunch.cache import cache_folder
-from ortlaunch.json_types import Json
 from ortlaunch.launch_plan import Plan
 from ortlaunch.planning import prediction
 from ortlaunch.planning.prediction import Counted, Rates
 from ortlaunch.recipe import Recipe
-from ortlaunch.run_folder.folder import read_json, write_json
+from ortlaunch.run_folder.folder import write_json
 from ortlaunch.worker.data import IGNORED
 from ortlaunch.worker.engine.flops import wait_for
 from ortlaunch.worker.engine.optimizer import build_optimizer
@@ -83,7 +81,10 @@ _DECISIONS = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
 _SIZES = (2**12, 2**16, 2**19, 2**21, 2**23 - 2**16, 2**23)
 _CACHED = 2**20  # bytes; larger inputs and results of an operator are in no cache
 _SECONDS = 0.03  # of measuring each size in a round, after one call without
-_ROUNDS = 2  # the faster one counts: other work may slow one down
+# The least of some rounds counts, because other work slows one down; further rounds follow while
+# rates contradict themselves.
+_ROUNDS = 3
+_MOST_ROUNDS = 6
 
 
 class _Work(TorchDispatchMode):
@@ -153,47 +154,32 @@ def _flops(func: OpOverload, name: str, args: Args, kwargs: Kwargs, out: object)
     return int(sdpa_flop_count(*shapes[:3]))
 
 
-def predicted(
-    recipe: Recipe, plan: Plan, model: LossModule, batch: dict[str, Any], remeasure: bool = False
-) -> Json:
-    """Return the cache's content for a rank (see `prediction.cached`); make it if it is not there.
+def write_prediction(recipe: Recipe, plan: Plan, model: LossModule, batch: dict[str, Any]) -> None:
+    """Count the work of a rank, measure the rates of this machine, and write both into the cache.
 
     Args:
         recipe, model, batch: as those of `count`.
         plan: the run's plan.
-        remeasure: measure the rates again and replace the cached content.
 
     Raises:
         Exception: the model cannot run without values.
     """
-    found = prediction.cached(recipe, plan)
-    if remeasure or found is None:
-        device = next(model.parameters()).device
-        given = recipe, model, batch, device, plan.batch.accumulation_steps
-        try:
-            counted = count(*given)
-        except (DataDependentOutputException, DynamicOutputShapeException):
-            counted = count(*given, values=True)
-        kind = getattr(getattr(model.model, "config", None), "model_type", None)
-        measured = _measured(recipe, plan, device, remeasure)
-        engines = prediction.predict(recipe, device.type, counted, measured["rates"], kind)
-        found = {"engines": engines, "others": measured["others"]}
-        write_json(prediction.path(recipe, plan), found)
-    return found
-
-
-def _measured(recipe: Recipe, plan: Plan, device: torch.device, remeasure: bool) -> Json:
-    """Return the rates of this machine and the processes beside them: from the cache, or new."""
+    device = next(model.parameters()).device
+    given = recipe, model, batch, device, plan.batch.accumulation_steps
+    try:
+        counted = count(*given)
+    except (DataDependentOutputException, DynamicOutputShapeException):
+        counted = count(*given, values=True)
+    kind = getattr(getattr(model.model, "config", None), "model_type", None)
     cache_folder("predictions")
-    # oneDNN or MKL.
-    library = torch.get_float32_matmul_precision()
-    path = prediction.path_of(prediction.machine_of(recipe, plan), library)
-    if remeasure or not path.exists():
-        others = machine.others_at_work()
-        rates = measure(device, narrow_dtype_of(recipe.precision) or torch.float32)
-        write_json(path, {"rates": rates, "others": others})
-    kept: Json = read_json(path)
-    return kept
+    others = machine.others_at_work()
+    rates = measure(device, narrow_dtype_of(recipe.precision) or torch.float32)
+    content = {
+        "engines": prediction.predict(recipe, device.type, counted, rates, kind),
+        "others": others,
+        "contradictions": prediction.contradictions(rates),
+    }
+    write_json(prediction.path(recipe, plan), content)
 
 
 def count(
@@ -282,16 +268,21 @@ def _without_mask(decision: Callable[..., bool]) -> Callable[..., bool]:
 
 def measure(device: torch.device, dtype: torch.dtype) -> Rates:
     """Return the seconds of a unit by kind and size, measured now for some seconds."""
-    rates: dict[str, dict[float, float]] = {}
-    for kind, call in itertools.chain.from_iterable(_calls(device, dtype) for _ in range(_ROUNDS)):
-        with _Work() as work:
-            call()
-        sizes = {size: units for (name, size), units in work.units.items() if name == kind}
-        size = max(sizes, key=lambda each: sizes[each])
-        unit = _seconds(call, device, cold=work.most > _CACHED) / sum(sizes.values())
-        found = rates.setdefault(kind, {})
-        found[size] = min(unit, found.get(size, unit))
-    return {kind: sorted(found.items()) for kind, found in rates.items()}
+    units: dict[str, dict[float, float]] = {}
+    rates: Rates = {}
+    for number in range(_MOST_ROUNDS):
+        if number >= _ROUNDS and not prediction.contradictions(rates):
+            break
+        for kind, call in _calls(device, dtype):
+            with _Work() as work:
+                call()
+            sizes = {size: units for (name, size), units in work.units.items() if name == kind}
+            size = max(sizes, key=lambda each: sizes[each])
+            unit = _seconds(call, device, cold=work.most > _CACHED) / sum(sizes.values())
+            curve = units.setdefault(kind, {})
+            curve[size] = min(unit, curve.get(size, unit))
+        rates = {kind: sorted(curve.items()) for kind, curve in units.items()}
+    return rates
 
 
 def _seconds(call: Callable[[], object], device: torch.device, cold: bool) -> float:

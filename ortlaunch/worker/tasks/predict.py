@@ -35,7 +35,7 @@ def run(request: PredictionRequest) -> None:
 
     from ortlaunch.errors import InputError, first_line
     from ortlaunch.rank import Rank
-    from ortlaunch.worker.engine.prediction import predicted
+    from ortlaunch.worker.engine.prediction import write_prediction
     from ortlaunch.worker.process_group.distributed import DistributedContext
     from ortlaunch.worker.session import build_session
     from ortlaunch.worker.supervision.progress import Progress
@@ -49,7 +49,7 @@ def run(request: PredictionRequest) -> None:
         )
     batch = session.engine.loss_weight.prepared(session.batches.micro_batch(0, 0, 0))
     try:
-        predicted(recipe, plan, session.model, batch, remeasure=True)
+        write_prediction(recipe, plan, session.model, batch)
     # The user's own model may do anything.
     except Exception as error:
         raise InputError(f"model: its work cannot be counted: {first_line(error)}") from error

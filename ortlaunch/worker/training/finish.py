@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from ortlaunch.errors import CheckpointError, LastSaveError, first_line
+from ortlaunch.errors import CheckpointError, LastSaveError
 from ortlaunch.evaluation_metrics import METRICS
-from ortlaunch.planning.prediction import cached
+from ortlaunch.planning.prediction import cached, record_step
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.folder import RunDir, write_json
 from ortlaunch.run_folder.records import (
@@ -28,13 +28,9 @@ from ortlaunch.worker.data.left_out import recorded
 from ortlaunch.worker.engine.memory_use import memory_line
 from ortlaunch.worker.export.export import export
 from ortlaunch.worker.session import Session
-from ortlaunch.worker.supervision.pulse import TRAINING
 from ortlaunch.worker.training import best, checkpoint_exports
 from ortlaunch.worker.training.metrics import EVALUATION, own_names, records
 from ortlaunch.worker.training.summary import print_outcome
-
-# Seconds of training from which on a prediction is made for the end of a run.
-_LONG = 120.0
 
 
 def finish(session: Session, step: int, memory: best.Memory) -> None:
@@ -151,31 +147,22 @@ def _best_lines(run: RunDir, kept: BestEvaluation | None) -> list[str]:
 
 
 def _steps(session: Session) -> dict[str, Any]:
-    """Return the summary's duration of a step, measured and predicted.
+    """Return the summary's duration of a step, measured and, if `plan --predict` was run, predicted.
 
-    It is predicted if the prediction is in the cache, or if the training was long: the count takes a
-    few seconds, and once a machine the rates take as long.
+    The measured duration corrects later predictions.
     """
-    plan = session.plan
-    steps: dict[str, Any] = {"step_seconds": session.progress.step_seconds()}
-    if cached(session.recipe, plan) is None:
-        if session.progress.seconds().get(TRAINING, 0.0) < _LONG:
-            return steps
-        if plan.deepspeed:
-            why = "DeepSpeed has changed the weights; `ortlaunch plan --predict` predicts"
-            return {**steps, "not_predicted": why}
-    session.progress.doing("predicting")
-    # Here, because most runs do not need it.
-    from ortlaunch.worker.engine.prediction import predicted
-
-    try:
-        batch = session.engine.loss_weight.prepared(session.batches.micro_batch(0, 0, 0))
-        found = predicted(session.recipe, plan, session.model, batch)
-    # The user's own model may do anything.
-    except Exception as error:
-        return {**steps, "not_predicted": first_line(error)}
-    engine = found["engines"][session.engine.record.engine.used]
-    return {**steps, "predicted": Prediction(engine["seconds"], engine["memory"])}
+    seconds = session.progress.step_seconds()
+    steps: dict[str, Any] = {"step_seconds": seconds}
+    found = cached(session.recipe, session.plan)
+    if found is None:
+        return steps
+    engine = session.engine.record.engine.used
+    if seconds is not None:
+        record_step(session.recipe, session.plan, engine, seconds)
+    if found.doubt:
+        return {**steps, "not_predicted": f"{found.doubt} (ortlaunch plan --predict)"}
+    memory = found.engines[engine]["memory"]
+    return {**steps, "predicted": Prediction(found.seconds(engine), memory)}
 
 
 def _prediction_lines(summary: Summary) -> list[str]:

@@ -13,9 +13,19 @@ import torch
 import transformers
 
 from ortlaunch import machine
-from ortlaunch.planning.prediction import Counted, lines, predict, seconds_by_kind
+from ortlaunch.planning.prediction import (
+    Counted,
+    cached,
+    contradictions,
+    lines,
+    path,
+    predict,
+    record_step,
+    seconds_by_kind,
+)
 from ortlaunch.recipe import load
 from ortlaunch.resolve import shipped
+from ortlaunch.run_folder.folder import write_json
 from ortlaunch.worker.engine import prediction
 from ortlaunch.worker.engine.prediction import count, measure
 from ortlaunch.worker.model.model import LossModule
@@ -102,8 +112,10 @@ def test_peak_is_that_of_a_real_step() -> None:
 
 def test_rates_cover_all_kinds_of_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each kind of a model's operators has a rate, and large matmuls are faster than small ones."""
-    # The larger sizes take ten seconds.
+    # The larger sizes and more rounds take ten seconds.
     monkeypatch.setattr(prediction, "_SIZES", prediction._SIZES[:2])
+    monkeypatch.setattr(prediction, "_ROUNDS", 1)
+    monkeypatch.setattr(prediction, "_MOST_ROUNDS", 2)
     model, batch = llama()
     rates = measure(CPU, torch.float32)
     counted = count(RECIPE, model, batch, CPU, 1)
@@ -129,10 +141,10 @@ def test_rate_between_two_sizes_is_interpolated() -> None:
         assert seconds_by_kind(counted, rates) == {"matmul": pytest.approx(seconds)}
 
 
-def test_rates_are_measured_again_on_request(
+def test_a_prediction_in_doubt_is_not_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The plan names the processes beside a measurement; only `plan --predict` measures again."""
+    """The plan names the processes beside a measurement; the next `plan --predict` replaces it."""
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path))
     model, batch = llama()
     busy = iter((["sort (7): 98% of a core"], []))
@@ -142,13 +154,54 @@ def test_rates_are_measured_again_on_request(
     # Measuring takes seconds and is test_rates_cover_all_kinds_of_work's.
     monkeypatch.setattr(prediction, "measure", lambda *_: rates)
     plan = makers.plan(RECIPE)
-    first, kept, third = (
-        prediction.predicted(RECIPE, plan, model, batch, remeasure)
-        for remeasure in (False, False, True)
+    prediction.write_prediction(RECIPE, plan, model, batch)
+    found = cached(RECIPE, plan)
+    assert found is not None
+    assert found.doubt == "1 other process ran while the rates were measured"
+    assert [*lines(RECIPE, plan)][-1] == "    sort (7): 98% of a core"
+    prediction.write_prediction(RECIPE, plan, model, batch)
+    again = cached(RECIPE, plan)
+    assert again is not None
+    assert again.doubt == ""
+
+
+def test_runs_correct_predictions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A measured step replaces the predicted one, and scales those of other engines."""
+    monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path))
+    plan = makers.plan(RECIPE)
+    engines = {name: {"seconds": 3.0, "memory": 1} for name in ("eager", "ort")}
+    write_json(path(RECIPE, plan), {"engines": engines, "others": []})
+    record_step(RECIPE, plan, "eager", 0.3)
+    found = cached(RECIPE, plan)
+    assert found is not None
+    assert (found.seconds("eager"), found.seconds("ort")) == (0.3, pytest.approx(0.3))
+    assert any("0.3 (of a run)" in line for line in lines(RECIPE, plan))
+
+
+@pytest.mark.parametrize(
+    ("curve", "is_wrong"),
+    [
+        ([(64, 1e-11), (128, 9e-12), (1024, 5e-12)], False),
+        # Seen beside a busy process: a product of 128 was 168 times as slow a unit as one of 64.
+        ([(64, 1e-11), (128, 1.68e-9), (1024, 5e-12)], True),
+    ],
+)
+def test_rates_that_contradict_themselves(
+    curve: list[tuple[float, float]], is_wrong: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such rates are measured again, some times, and are named if they stay."""
+    assert contradictions({"matmul": curve}) == ["matmul"] * is_wrong
+    seconds = iter([1.0, 1.0, 500.0, 1.0] if is_wrong else [1.0, 1.0, 1.0])
+    monkeypatch.setattr(prediction, "_calls", lambda *_: [("sum", lambda: torch.ones(8).sum())])
+    monkeypatch.setattr(prediction, "_seconds", lambda *_, **__: next(seconds))
+    rounds: list[object] = []
+    monkeypatch.setattr(
+        prediction.prediction,
+        "contradictions",
+        lambda rates: rounds.append(rates) or (["sum"] if is_wrong and len(rounds) < 2 else []),
     )
-    assert first == kept
-    assert first["others"] == ["sort (7): 98% of a core"]
-    assert third["others"] == []
+    measure(CPU, torch.float32)
+    assert len([*seconds]) == 0
 
 
 @pytest.mark.slow
