@@ -145,7 +145,7 @@ def path(recipe: Recipe, plan: Plan) -> Path:
 
 
 class CachedPrediction(NamedTuple):
-    """What `plan --predict`, and later runs, have written into the cache."""
+    """The record of `plan --predict`, and of later runs, in the cache."""
 
     engines: Json
     """By engine: `seconds` of a step and `memory` of a rank in bytes."""
