@@ -32,6 +32,8 @@ class BuiltInMetric:
     """Format in a line of the log."""
     measures: Mapping[str, Measure]
     """Measure by model task; {}: the engine itself measures it for every task."""
+    is_share: bool = False
+    """Whether it lies between 0 and 1, as the axis of its curve does."""
     always: bool = True
     """Whether every evaluation of these tasks has the metric."""
     hub: str = ""
@@ -47,7 +49,9 @@ _MASKED = {"masked-lm": _WORDS, "pretraining": _WORDS}
 _LOSS = Measure("ortlaunch.worker.evaluation.word_scores:LossPerplexity", needs_scores=False)
 _PAIRS = Measure("ortlaunch.worker.evaluation.word_scores:SentencePairScore")
 _SCORES = Measure("ortlaunch.worker.evaluation.scores:Scores")
-_CLASSES = {"sequence-classification": _SCORES, "token-classification": _SCORES}
+_CLASSES = dict.fromkeys(
+    ("sequence-classification", "token-classification", "image-classification"), _SCORES
+)
 _TAGS = {"token-classification": _SCORES}
 _VALUES = {"sequence-regression": _SCORES}
 
@@ -71,9 +75,14 @@ METRICS = {
         "masked tokens {:.2%}",
         _MASKED,
         trainer=("accuracy",),
+        is_share=True,
     ),
     "next_sentence_accuracy": BuiltInMetric(
-        "Share of the sentence pairs.", "max", "sentence pairs {:.2%}", {"pretraining": _PAIRS}
+        "Share of the sentence pairs.",
+        "max",
+        "sentence pairs {:.2%}",
+        {"pretraining": _PAIRS},
+        is_share=True,
     ),
     "classification_accuracy": BuiltInMetric(
         "Share of the samples; of token-classification, of the words.",
@@ -82,6 +91,7 @@ METRICS = {
         _CLASSES,
         hub="accuracy",
         trainer=("accuracy",),
+        is_share=True,
     ),
     "f1_macro": BuiltInMetric(
         "Mean F1 of the classes that occur in labels or predictions.",
@@ -90,6 +100,7 @@ METRICS = {
         _CLASSES,
         hub="f1",
         trainer=("f1", "macro_f1"),
+        is_share=True,
     ),
     "entity_precision": BuiltInMetric(
         "By tags (B-X, I-X, O): share of the given entities, right with all words and type.",
@@ -98,9 +109,16 @@ METRICS = {
         _TAGS,
         always=False,
         hub="precision",
+        is_share=True,
     ),
     "entity_recall": BuiltInMetric(
-        "Share of the meant ones.", "max", "recall {:.4f}", _TAGS, always=False, hub="recall"
+        "Share of the meant ones.",
+        "max",
+        "recall {:.4f}",
+        _TAGS,
+        always=False,
+        hub="recall",
+        is_share=True,
     ),
     "entity_f1": BuiltInMetric(
         "Harmonic mean of both, as in conlleval and seqeval.",
@@ -110,6 +128,7 @@ METRICS = {
         always=False,
         hub="f1",
         trainer=("f1",),  # run_ner.py's is seqeval's
+        is_share=True,
     ),
     "mse": BuiltInMetric("Mean squared error.", "min", "MSE {:.4g}", _VALUES),
     "pearson": BuiltInMetric(

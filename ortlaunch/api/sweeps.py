@@ -94,10 +94,12 @@ class Sweep:
         trials = self.trials()
         rows = [("trial", "state", "steps", "result"), *map(_row, trials)]
         lines = aligned(rows)
-        lines += [
-            f"best: trial {one.number}; its recipe: {self.recipe(one.number)}"
-            for one in self.best()
-        ]
+        study = Study(self._folder, self._recipe)
+        for one in self.best():
+            lines.append(f"best: trial {one.number}; its recipe: {self.recipe(one.number)}")
+            if others := study.equally_good(one):
+                names = ", ".join(map(str, others))
+                lines.append(f"  trial {names} has exactly the same result: the sweep cannot tell")
         return "\n".join(lines)
 
 

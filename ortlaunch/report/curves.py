@@ -41,6 +41,8 @@ class Curve:
     number: int
     points: Sequence[tuple[float, float | None]]
     starts: Sequence[int] = ()
+    part: str = ""
+    """Which of several values of the run it shows, such as `evaluation`, whose line is dotted."""
 
     @property
     def finite(self) -> list[Point]:
@@ -72,16 +74,21 @@ class Scale:
         return round(self.first + (value - low) / (high - low or 1.0) * (self.last - self.first), 1)
 
 
-def chart(title: str, curves: Sequence[Curve], from_zero: bool = False) -> dict[str, object] | None:
+def chart(
+    title: str, curves: Sequence[Curve], from_zero: bool = False, is_share: bool = False
+) -> dict[str, object] | None:
     """Return everything that page.html draws of one chart; None where no run has a value.
 
-    Args: title: the chart's heading. curves: one for each run. from_zero: whether the axis of
-    values begins at 0.
+    Args:
+        title: the chart's heading.
+        curves: one or two for each run.
+        from_zero: whether the axis of values begins at 0.
+        is_share: whether no value lies below 0 or above 1.
     """
     drawn = [curve for curve in curves if curve.finite]
     if not drawn:
         return None
-    across, up = _scales(drawn, from_zero)
+    across, up = _scales(drawn, from_zero, is_share)
     values = _decades(up) if up.logarithmic else ticks(up.low, up.high)
     steps = ticks(across.low, across.high, 4)
     return {
@@ -91,6 +98,7 @@ def chart(title: str, curves: Sequence[Curve], from_zero: bool = False) -> dict[
         "columns": [(across.at(step), number(step)) for step in steps if step == int(step)],
         "curves": [_drawn(curve, across, up) for curve in drawn],
         "strips": list(_strips(drawn, across, up)),
+        "parts": [part for part in dict.fromkeys(curve.part for curve in drawn) if part],
         "lost": list(_lost(curves)),
     }
 
@@ -120,7 +128,7 @@ def _log(value: float) -> float:
     return math.log10(max(value, 1e-300))
 
 
-def _scales(curves: Sequence[Curve], from_zero: bool) -> tuple[Scale, Scale]:
+def _scales(curves: Sequence[Curve], from_zero: bool, is_share: bool) -> tuple[Scale, Scale]:
     xs = [x for curve in curves for x, _ in curve.points]
     ys = [y for curve in curves for _, y in curve.finite]
     low = min(0.0, *ys) if from_zero else min(ys)
@@ -135,6 +143,8 @@ def _scales(curves: Sequence[Curve], from_zero: bool) -> tuple[Scale, Scale]:
         room = (high - low) * 0.05
         low = low if low == 0 and from_zero else low - room
         high = high + room
+    if is_share:
+        low, high = max(low, 0.0), min(high, 1.0)
     # SVG's y axis points down: the lowest value is at the bottom pixel, the larger number.
     across = Scale(min(0, *xs), max(xs), AREA["left"], AREA["right"])
     return across, Scale(low, high, AREA["bottom"], AREA["top"], wide)
@@ -156,6 +166,7 @@ def _drawn(curve: Curve, across: Scale, up: Scale) -> Json:
     return {
         "run": curve.run,
         "number": curve.number,
+        "part": curve.part,
         "starts": [(step, across.at(step)) for step in curve.starts],
         "lines": [[(across.at(x), up.at(y)) for x, y in thinned(points)] for points in lines],
         "dots": [(across.at(x), up.at(y)) for x, y in curve.finite]
@@ -191,7 +202,13 @@ def _strips(curves: Sequence[Curve], across: Scale, up: Scale) -> Iterator[dict[
         here = [(curve, found[step]) for curve, found in zip(curves, values) if step in found]
         yield {
             "said": "\n".join(
-                [f"step {number(step)}", *(f"{curve.run}: {value:,.6g}" for curve, value in here)]
+                [
+                    f"step {number(step)}",
+                    *(
+                        f"{curve.run}{curve.part and ', '}{curve.part}: {value:,.6g}"
+                        for curve, value in here
+                    ),
+                ]
             ),
             "x": across.at(step),
             "left": left,

@@ -34,6 +34,7 @@ class Record:
     memory: dict[str, Any]
     summary: dict[str, Any]
     environment: dict[str, Any]
+    confusion: dict[str, Any]
     saves: list[dict[str, Any]]
     bad_steps: list[dict[str, Any]]
     slow_ranks: list[dict[str, Any]]
@@ -107,7 +108,7 @@ def _read(run: RunDir, label: str) -> Record:
         recipe=files.yaml(run.recipe), lines=files.lines(run.metrics, "step"),
         engine=files.json(run.engine), profile=files.json(run.profile),
         memory=files.json(run.memory), summary=files.json(run.summary),
-        environment=files.json(run.environment),
+        environment=files.json(run.environment), confusion=files.json(run.confusion),
         saves=files.lines(run.saves), bad_steps=files.lines(run.bad_steps),
         slow_ranks=files.lines(run.slow_ranks), commands=files.lines(run.commands), exports=files.lines(run.exports),
         evaluations=[files.json(path) for path in folders],

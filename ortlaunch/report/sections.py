@@ -10,24 +10,28 @@ from typing import Any
 import yaml
 from markupsafe import Markup
 
+from ortlaunch.evaluation_metrics import METRICS
 from ortlaunch.json_types import Json
+from ortlaunch.launch import JobState
 from ortlaunch.recipe.text.place import leaves
 from ortlaunch.report.curves import Curve, chart
 from ortlaunch.report.records import Record, command, number
-from ortlaunch.report.tables import Fact, cards, facts, warning
+from ortlaunch.report.tables import Fact, cards, cell, facts, warning
+from ortlaunch.run_folder import cause_text
 from ortlaunch.run_folder.profile_record import lines
 from ortlaunch.units import counted, duration, human
 
 # (title, name in metrics.jsonl, whether the axis begins at 0), in the order of the page.
 _CURVES = (
-    ("Training loss", "loss", False),
-    ("Evaluation loss", "evaluation_loss", False),
+    ("Loss", "loss", False),
     ("Learning rate", "learning_rate", True),
     ("Tokens per second", "tokens_per_second", True),
     ("Samples per second", "samples_per_second", True),
     ("Gradient norm before clipping", "gradient_norm", True),
     ("Model FLOPs utilization", "mfu", True),
 )
+# Classes up to which the table has a column for each predicted one.
+_MOST_COLUMNS = 12
 # Values in metrics.jsonl that are not drawn. All others are, including those of a user's own model.
 _NO_CURVES = ("step", "samples", "epoch", "skipped_steps", "left_out_steps", "elapsed_seconds")
 # Parts of memory.json in the order of the table.
@@ -39,8 +43,10 @@ def content(records: Sequence[Record]) -> Json:
     return {
         "records": records,
         "several": len(records) > 1,
+        "failures": [(one, *_failure(one)) for one in records if one.status.job.failure],
         "overview": facts(records, _OVERVIEW),
         "charts": _curves(records),
+        "classes": cards(records, _classes),
         "engine": facts(records, _ENGINE),
         "profiles": cards(
             records, lambda one: "\n".join(lines(one.profile)) if one.profile else None
@@ -67,6 +73,20 @@ def _state(one: Record) -> str:
     # Another host's processes cannot be checked: the state is the last recorded one.
     sure = "" if one.status.certain else " (as recorded last; its host is another)"
     return f"{one.status.state.value}{code}{took}{sure}"
+
+
+def _end(one: Record) -> str | None:
+    """Return the text of an end that is neither a success nor a failure with a known cause."""
+    job = one.status.job
+    is_known = job.failure is not None or one.status.state is JobState.SUCCEEDED
+    return None if is_known else job.verdict
+
+
+def _failure(one: Record) -> tuple[str, tuple[str, ...]]:
+    """Return the cause of a failed run, and what to try."""
+    failure = one.status.job.failure
+    assert failure is not None
+    return cause_text.verdict(failure), cause_text.advice(failure)
 
 
 def _evaluation(one: Record) -> dict[str, object]:
@@ -102,24 +122,31 @@ def _ranks(one: Record) -> str | None:
     return f"{counted(one.status.ranks, 'rank')} on {counted(one.status.hosts, 'host')}"
 
 
-def _of(one: int | None, whole: int | None, between: str = "of") -> str | None:
+def _of(one: int | None, whole: int | None) -> str | None:
     if one is None or whole is None:
         return None if one is None else f"{one:,}"
-    return f"{one:,} {between} {whole:,}"
+    return f"{one:,} of {whole:,}"
 
 
 def _curves(records: Sequence[Record]) -> list[dict[str, object]]:
     # A dict instead of a set: it keeps the order of first appearance.
     known = dict.fromkeys(name for record in records for line in record.lines for name in line)
-    others = [
-        name for name in known if name not in (*_NO_CURVES, *(each for _, each, _ in _CURVES))
+    shown = (*_NO_CURVES, "evaluation_loss", *(name for _, name, _ in _CURVES))
+    more = [
+        (name.capitalize().replace("_", " "), name, False) for name in known if name not in shown
     ]
-    more = [(name.capitalize().replace("_", " "), name, False) for name in others]
-    drawn = (chart(title, _values(records, name), zero) for title, name, zero in (*_CURVES, *more))
+    drawn = []
+    # The evaluation's metrics come after the loss, before the rates.
+    for title, name, from_zero in (_CURVES[0], *more, *_CURVES[1:]):
+        curves = _values(records, name)
+        if name == "loss":
+            curves += _values(records, "evaluation_loss", part="evaluation")
+        metric = METRICS.get(name.removeprefix("evaluation_"))
+        drawn.append(chart(title, curves, from_zero, metric is not None and metric.is_share))
     return [each for each in drawn if each is not None]
 
 
-def _values(records: Sequence[Record], name: str) -> list[Curve]:
+def _values(records: Sequence[Record], name: str, part: str = "") -> list[Curve]:
     return [
         Curve(
             one.label,
@@ -130,6 +157,7 @@ def _values(records: Sequence[Record], name: str) -> list[Curve]:
                 if name in line and isinstance(line["step"], int)
             ],
             one.starts,
+            part,
         )
         for at, one in enumerate(records)
     ]
@@ -224,6 +252,27 @@ def _folded(values: Any, noun: str) -> Markup | None:
     return Markup("<details><summary>{}</summary>{}</details>").format(head, lines)
 
 
+def _classes(one: Record) -> dict[str, object] | None:
+    """Return a row for each class: scores, and samples by predicted class if they are few."""
+    if not one.confusion:
+        return None
+    names, counts = one.confusion["classes"], one.confusion["counts"]
+    columns = names if len(names) <= _MOST_COLUMNS else []
+    rows = []
+    for class_number, (name, row) in enumerate(zip(names, counts)):
+        right, samples = row[class_number], sum(row)
+        predicted = sum(each[class_number] for each in counts)
+        # Precision, recall and their harmonic mean.
+        wholes = (predicted, samples, (samples + predicted) / 2)
+        rows.append({
+            "name": name, "number": class_number, "samples": samples,
+            "scores": [right / whole if whole else None for whole in wholes],
+            "counts": row if columns else [],
+        })  # fmt: skip
+    note = "The last columns count the samples by predicted class." if columns else ""
+    return {"rows": rows, "predicted": columns, "note": f"Of the last evaluation. {note}"}
+
+
 def _memory(one: Record) -> dict[str, object] | None:
     measured = one.memory.get("measured")
     # A run without a plan still has measured values.
@@ -273,7 +322,7 @@ def _values_of(lines: Sequence[Json], *names: str) -> list[list[object]]:
 
 def _evaluated(found: dict[str, object]) -> str:
     said = ", ".join(
-        f"{name.replace('_', ' ')} {value}" for name, value in found.items() if name != "step"
+        f"{name.replace('_', ' ')} {cell(value)}" for name, value in found.items() if name != "step"
     )
     return f"step {found.get('step')}: {said}"
 
@@ -311,7 +360,7 @@ def _json(value: object) -> str | None:
 # They are at the end of the file, because they refer to the functions above.
 _OVERVIEW: tuple[Fact, ...] = (
     ("state", _state),
-    ("cause of the end", lambda one: one.status.job.verdict),
+    ("end", _end),
     ("started", lambda one: one.status.job.started.replace("T", " ")),
     ("steps", lambda one: _of(one.status.step, one.status.steps)),
     ("samples", lambda one: one.summary.get("samples") or _newest(one, "samples")),
@@ -345,10 +394,8 @@ _ENGINE: tuple[Fact, ...] = (
     ("sharding", lambda one: one.engine.get("sharding")),
     ("threads of a rank", lambda one: one.engine.get("threads_per_rank")),
     (
-        "parameters",
-        lambda one: _of(
-            one.engine.get("trained_parameters"), one.engine.get("parameters"), "trained parameters"
-        ),
+        "trained parameters",
+        lambda one: _of(one.engine.get("trained_parameters"), one.engine.get("parameters")),
     ),
     ("forward and backward passes by ONNX Runtime", _passes),
     ("forward and backward passes that fell back to PyTorch", _fallbacks),

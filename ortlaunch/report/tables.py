@@ -5,7 +5,6 @@ A fact without a value in any run is left out.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -73,4 +72,8 @@ def cell(value: object) -> object:
 
 
 def _inside(value: object) -> object:
-    return json.dumps(value) if isinstance(value, (dict, list)) else cell(value)
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_inside(item)}" for key, item in value.items()) or "-"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(str(_inside(item)) for item in value) or "-"
+    return cell(value)

@@ -132,6 +132,12 @@ class RunDir:
     profile = _File(
         "profile.json", "rank 0", "where the time of a step goes (log.profile_steps)", "Profile"
     )
+    confusion = _File(
+        "confusion.json",
+        "rank 0",
+        "samples of the last evaluation by class and predicted class",
+        "Confusion",
+    )
     trace = _File("trace.json.gz", "rank 0", "the profiled steps, for Perfetto or chrome://tracing")
     memory = _File("memory.json", "rank 0", "memory, planned and measured", "MemoryReport")
     micro_size = _File("micro_size.json", "command", "the size that `micro_size: auto` found")

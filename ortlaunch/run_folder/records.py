@@ -226,6 +226,16 @@ class Summary:
 
 
 @dataclass
+class Confusion:
+    """The classes of the last evaluation, for at most 100 classes."""
+
+    classes: list[str]
+    """Names of the classes, by number."""
+    counts: list[list[int]]
+    """Samples (of token-classification, words) of each class, by predicted class."""
+
+
+@dataclass
 class Stopped:
     """The end of a requested stop; written after the save, and removed by the next start."""
 

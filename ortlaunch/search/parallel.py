@@ -11,10 +11,10 @@ from ortlaunch.search.study import Trial, shown
 
 # Pixels of the picture and of its axes; text is beside and below them.
 _WIDTH = 900
-_TOP = 12
+_TOP = 26
 _BOTTOM = 250
-_LEFT = 70
-_RIGHT = 830
+_LEFT = 100
+_RIGHT = 790
 
 
 class Axis(NamedTuple):

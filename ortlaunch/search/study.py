@@ -95,11 +95,22 @@ class Study:
         trained = [one for one in found if not one.repeats]
         return trained if len(self.sweep.metrics) > 1 else trained[:1]
 
+    def equally_good(self, best: Trial) -> list[int]:
+        """Return the numbers of other complete trials with exactly the best trial's values."""
+        return [
+            one.number
+            for one in self.trials()
+            if one.state == "complete" and one.values == best.values and one.number != best.number
+        ]
+
     def importances(self) -> dict[str, float]:
         """Return the share of each field in the first metric's variance, the largest first.
 
-        It is {} before there are enough trials.
+        It is {} before there are enough trials, and where all have the same value.
         """
+        values = {tuple(one.values.values())[:1] for one in self.trials() if one.values}
+        if len(values) < 2:
+            return {}
         with contextlib.suppress(ValueError, RuntimeError), warnings.catch_warnings():
             # Of parts of Optuna that may still change.
             warnings.simplefilter("ignore")

@@ -10,14 +10,14 @@ from xml.etree import ElementTree
 
 import pytest
 
-from ortlaunch.cause import Cause
+from ortlaunch.cause import Cause, Failure
 from ortlaunch.errors import InputError
 from ortlaunch.launch import JobState
 from ortlaunch.launch.record import Attempt, JobRecord
 from ortlaunch.recipe import to_yaml
 from ortlaunch.report import report
 from ortlaunch.report.curves import number, thinned, ticks
-from ortlaunch.run_folder.folder import RunDir, json_text, write_json, write_text
+from ortlaunch.run_folder.folder import RunDir, json_text, read_json, write_json, write_text
 from ortlaunch.run_folder.profile_record import Profile
 from ortlaunch.run_folder.records import MeasuredMemory, MemoryReport, PlannedMemory
 from ortlaunch.search.parallel import Axis, Picture, TrialLine
@@ -98,15 +98,50 @@ def test_a_page_of_one_run(tmp_path: Path) -> None:
     )
     tree = page(run, to=tmp_path / "r.html")
     charts = [chart.get("aria-label") for chart in tree.iter("svg")]
-    assert charts == ["Training loss", "Evaluation loss", "Learning rate"]
+    # The evaluation's loss is in the chart of the training's.
+    assert charts == ["Loss", "Learning rate"]
     titles = ["".join(title.itertext()) for title in tree.iter("title")]
-    assert "step 20\none: 2" in titles
+    assert {"step 20\none: 2", "step 30\none: 1\none, evaluation: 1.5"} <= set(titles)
+    headings = [heading.text for heading in tree.iter("h2")]
+    assert headings[:2] == ["Curves", "Results"]
     assert "one: a later start went on after step 20" in titles
-    assert row(tree, "cause of the end") == ["done: all"]
     # Planned and measured.
     assert row(tree, "peak") == ["8 B", "2.0 KiB"]
     assert row(tree, "1") == ["0", "25", "5", "a rank failed"]
     assert row(tree, "forward and backward passes that fell back to PyTorch") == [f"3\n{HOSTILE}"]
+
+
+def test_a_failed_run_has_its_cause_and_a_remedy_once(tmp_path: Path) -> None:
+    """The page begins with the cause of a failure and what to try; neither is repeated."""
+    folder = made(tmp_path / "one", steps(3.0))
+    detail = "IndexError: Target 7 is out of bounds."
+    failure = Failure(Cause.INDEX_OUT_OF_RANGE, detail, 0, "box", status=1)
+    job = read_json(RunDir(folder).job)
+    job |= {"state": "failed", "exit_status": 1, "failure": asdict(failure), "verdict": detail}
+    write_json(RunDir(folder).job, job)
+    text = "".join(page(folder, to=tmp_path / "r.html").itertext())
+    assert text.count(detail) == 1
+    assert text.index(detail) < text.index("Curves")
+    assert "Try: compare the labels" in text
+
+
+def test_shares_and_classes(tmp_path: Path) -> None:
+    """The axis of a share ends at 1; classes have scores and the samples by predicted class."""
+    lines = [{"step": 10, "evaluation_loss": 1.0, "evaluation_f1_macro": 1.0}]
+    folder = made(tmp_path / "one", [*steps(3.0), *lines])
+    counts = [[3, 1, 0], [0, 2, 0], [0, 0, 0]]
+    write_json(RunDir(folder).confusion, {"classes": ["red", HOSTILE, "blue"], "counts": counts})
+    tree = page(folder, to=tmp_path / "r.html")
+    (chart,) = [
+        each for each in tree.iter("svg") if each.get("aria-label") == "Evaluation f1 macro"
+    ]
+    # Marks of the axis of values are at the left.
+    marks = [text.text for text in chart.iter("text") if float(text.get("x") or 0) < 60]
+    assert max(float(mark or 0) for mark in marks if mark != "step") == 1
+    # Samples, precision, recall, F1, and the row of the table.
+    assert row(tree, "red") == ["4", "1.000", "0.750", "0.857", "3", "1", "0"]
+    assert row(tree, HOSTILE) == ["2", "0.667", "1.000", "0.800", "0", "2", "0"]
+    assert row(tree, "blue") == ["0", "-", "-", "-", "0", "0", "0"]
 
 
 def test_the_page_has_the_profile(tmp_path: Path) -> None:
@@ -150,7 +185,7 @@ def test_nothing_of_a_run_becomes_markup_or_is_loaded(tmp_path: Path) -> None:
         "onload",
     } == set()
     assert "default-src 'none'" in (tmp_path / "r.html").read_text()
-    assert row(tree, "cause of the end") == [HOSTILE]
+    assert HOSTILE in "".join(tree.itertext())
     assert "secret" not in "".join(tree.itertext())
 
 

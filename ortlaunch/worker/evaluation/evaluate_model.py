@@ -98,6 +98,7 @@ def measured(
     )
     plan = SimpleNamespace(batch=batches.batch)
     session: Any = SimpleNamespace(
+        run=None,
         recipe=recipe,
         plan=plan,
         group=group,

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ortlaunch.run_folder.folder import write_json
+from ortlaunch.run_folder.records import as_json
 from ortlaunch.worker.data import IGNORED, Samples
 from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.evaluation.measure import measures
@@ -111,6 +113,10 @@ def evaluate(
     found = {"loss": loss}
     for counter in counters:
         found |= counter.read(group, loss)
+        confusion = getattr(counter, "confusion", None)
+        # A model without a run has no folder for it.
+        if confusion is not None and group.rank == 0 and session.run is not None:
+            write_json(session.run.confusion, as_json(confusion))
     found |= numbers.read(group) if engine.plain.has_numbers else {}
     # Last, because the user's names must differ from all others.
     return found | own_metric.read(group, found)

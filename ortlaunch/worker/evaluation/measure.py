@@ -20,7 +20,7 @@ from ortlaunch.worker.process_group.distributed import DistributedContext
 class MetricMeasure(Protocol):
     """The counts of one evaluation on one rank.
 
-    Its argument is the engine whose model is evaluated.
+    Its argument is the engine whose model is evaluated. One of classes has `confusion`, too.
     """
 
     def add(self, output: Any, labels: Mapping[str, Tensor], counts: bool) -> None:

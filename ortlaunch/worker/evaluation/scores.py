@@ -15,11 +15,15 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from ortlaunch.run_folder.records import Confusion
 from ortlaunch.worker.data import IGNORED
 from ortlaunch.worker.engine.engine import TrainingEngine
 from ortlaunch.worker.evaluation.entities import Entities, are_tags
 from ortlaunch.worker.evaluation.measure import logits_of
 from ortlaunch.worker.process_group.distributed import DistributedContext
+
+# Classes up to which the counts by predicted class are kept.
+_MOST_CLASSES = 100
 
 
 class Scores:
@@ -27,6 +31,8 @@ class Scores:
 
     def __init__(self, engine: TrainingEngine) -> None:
         names = getattr(getattr(engine.plain.model, "config", None), "id2label", None) or {}
+        self.confusion: Confusion | None = None
+        """Of all ranks, after `read`; None where there are no classes, or too many."""
         # The names of the classes, if the model's config has them.
         self._names = [names[number] for number in sorted(names)]
         self._kind: Classes | ValueScores | None = None
@@ -56,7 +62,10 @@ class Scores:
         with warnings.catch_warnings():
             # torchmetrics warns of nan and of a rank without samples.
             warnings.simplefilter("ignore")
-            return self._kind.read(group) if self._kind is not None else {}
+            found = self._kind.read(group) if self._kind is not None else {}
+        if isinstance(self._kind, Classes):
+            self.confusion = self._kind.confusion(group)
+        return found
 
 
 class Classes:
@@ -78,6 +87,8 @@ class Classes:
             metric.set_dtype(torch.float64).to(device)
         self._classes = classes
         self._names = names
+        # Counts by class and predicted class.
+        self._counts = torch.zeros(classes**2 if classes <= _MOST_CLASSES else 0, dtype=torch.int64)
         self._entities = Entities() if len(names) == classes and are_tags(names) else None
 
     def add(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
@@ -90,6 +101,9 @@ class Classes:
         given = given[counted]
         meant = labels[counted]
         if len(meant):
+            if len(self._counts):
+                pairs = (meant * self._classes + given).cpu()
+                self._counts += torch.bincount(pairs, minlength=self._classes**2)
             self._accuracy.update(given, meant)
             self._f1.update(
                 functional.one_hot(given, self._classes), functional.one_hot(meant, self._classes)
@@ -101,6 +115,14 @@ class Classes:
             "f1_macro": float(_of_all_ranks(self._f1, group).nanmean()),
         }
         return found | (self._entities.read(group) if self._entities is not None else {})
+
+    def confusion(self, group: DistributedContext) -> Confusion | None:
+        """Return the counts of all ranks by class (collective); None for too many classes."""
+        if not len(self._counts):
+            return None
+        ranks = group.gather_numbers(self._counts.tolist())
+        counts = torch.tensor(ranks).sum(0).reshape(self._classes, -1).long().tolist()
+        return Confusion(self._names or [str(number) for number in range(self._classes)], counts)
 
     def _tags(self, numbers: torch.Tensor) -> list[str]:
         return [self._names[number] for number in numbers.tolist()]

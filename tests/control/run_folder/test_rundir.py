@@ -55,6 +55,7 @@ PATHS = {
     "parity": "parity.jsonl",
     "engine": "engine.json",
     "profile": "profile.json",
+    "confusion": "confusion.json",
     "trace": "trace.json.gz",
     "memory": "memory.json",
     "micro_size": "micro_size.json",

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from ortlaunch.api.sweeps import Sweep
 from ortlaunch.errors import MissingDependency
-from ortlaunch.recipe import Recipe
+from ortlaunch.recipe import Recipe, to_yaml
+from ortlaunch.run_folder.folder import write_text
 from ortlaunch.search import study as studies
 from ortlaunch.search.folder import SweepDir
 from ortlaunch.search.parallel import picture
@@ -141,6 +143,20 @@ def test_a_package_outside_the_extra_is_missing(
     monkeypatch.setattr(studies.importlib.util, "find_spec", lambda name: name != "scipy" or None)
     with pytest.raises(MissingDependency, match=r"gp needs scipy: .* scipy$"):
         Study(SweepDir(tmp_path), swept(sampler="gp"))
+
+
+def test_equal_results_are_a_tie(tmp_path: Path) -> None:
+    """Trials with one value have no best and no importance; the table of the sweep says so."""
+    folder = SweepDir(tmp_path)
+    study = Study(folder, swept(sampler="random"), writes=True)
+    for _ in range(6):
+        study.end(study.draw(), "complete", [0.143791])
+    (best,) = study.best()
+    assert study.equally_good(best) == [1, 2, 3, 4, 5]
+    assert study.importances() == {}
+    write_text(folder.run.recipe, to_yaml(swept(sampler="random")))
+    text = str(Sweep(tmp_path))
+    assert "trial 1, 2, 3, 4, 5 has exactly the same result: the sweep cannot tell" in text
 
 
 def test_parallel_coordinates_and_importances(tmp_path: Path) -> None:

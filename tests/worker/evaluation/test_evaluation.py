@@ -7,6 +7,7 @@ import copy
 import math
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.nn import functional
 from ortlaunch.errors import InputError
 from ortlaunch.rank import Rank
 from ortlaunch.recipe.fields.best import KeepBest
+from ortlaunch.run_folder.folder import RunDir, read_json
 from ortlaunch.worker.data import IGNORED, Batches, OwnSamples, collate
 from ortlaunch.worker.engine.engine import build_engine
 from ortlaunch.worker.evaluation.entities import spans
@@ -233,6 +235,7 @@ def session_of(
     wrapped = LossModule(model.train())
     built = build_engine(made, planned, wrapped, alone, batches.micro_batch(0, 0, 0))
     return SimpleNamespace(
+        run=None,
         engine=built,
         recipe=made,
         plan=planned,
@@ -281,23 +284,42 @@ def test_one_number_on_any_ranks(chunks: str | int) -> None:
     assert 0 < expected["masked_word_accuracy"] < 1
 
 
-def test_classes_on_any_ranks() -> None:
-    """Accuracy and macro F1 on 1, 2 and 4 ranks equal those of a plain loop."""
-    from transformers import BertConfig, BertForSequenceClassification
+@pytest.mark.parametrize("task", ["sequence-classification", "image-classification"])
+def test_classes_on_any_ranks(task: str, tmp_path: Path) -> None:
+    """Accuracy, macro F1 and the table of classes on 1, 2 and 4 ranks equal those of a plain loop."""
+    from transformers import (
+        BertConfig,
+        BertForSequenceClassification,
+        ViTConfig,
+        ViTForImageClassification,
+    )
 
     torch.manual_seed(0)
-    model = BertForSequenceClassification(BertConfig(**SIZES, num_labels=3))  # type: ignore[call-arg]
+    model: Any = BertForSequenceClassification(BertConfig(**SIZES, num_labels=3))  # type: ignore[call-arg]
     rows = [{"input_ids": torch.randint(50, (8,)), "labels": torch.tensor(i % 3)} for i in range(7)]
+    if task == "image-classification":
+        sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+        more = {"num_hidden_layers": 1, "image_size": 8, "patch_size": 4, "num_labels": 3}
+        model = ViTForImageClassification(ViTConfig(**sizes, **more))
+        rows = [{"pixel_values": torch.rand(3, 8, 8), "labels": row["labels"]} for row in rows]
     with torch.no_grad():
-        given = model.eval()(collate(rows)["input_ids"]).logits.argmax(-1).tolist()
+        inputs = next(iter(collate(rows).values()))
+        given = model.eval()(inputs).logits.argmax(-1).tolist()
     meant = [int(row["labels"]) for row in rows]
-    session = session_of("sequence-classification", model, rows)
+    session = session_of(task, model, rows)
+    session.run = RunDir(tmp_path)
+    counts = [
+        [sum(pair == (one, other) for pair in zip(meant, given)) for other in range(3)]
+        for one in range(3)
+    ]
     for size in (1, 2, 4):
         session.group = Ranks(size)
         for found in session.group.evaluated(session, OwnSamples(rows)):
             right = sum(one == other for one, other in zip(given, meant)) / 7
             assert found["classification_accuracy"] == pytest.approx(right)
             assert found["f1_macro"] == pytest.approx(f1_by_hand(given, meant))
+        names = ["LABEL_0", "LABEL_1", "LABEL_2"]
+        assert read_json(session.run.confusion) == {"classes": names, "counts": counts}
 
 
 def test_numbers_on_any_ranks() -> None:
