@@ -12,7 +12,6 @@ from markupsafe import Markup
 
 from ortlaunch.evaluation_metrics import METRICS
 from ortlaunch.json_types import Json
-from ortlaunch.launch import JobState
 from ortlaunch.recipe.text.place import leaves
 from ortlaunch.report.curves import Curve, chart
 from ortlaunch.report.records import Record, command, number
@@ -78,7 +77,7 @@ def _state(one: Record) -> str:
 def _end(one: Record) -> str | None:
     """Return the text of an end that is neither a success nor a failure with a known cause."""
     job = one.status.job
-    is_known = job.failure is not None or one.status.state is JobState.SUCCEEDED
+    is_known = job.failure is not None or one.status.state.value == "succeeded"
     return None if is_known else job.verdict
 
 

@@ -122,7 +122,7 @@ class Classes:
             return None
         ranks = group.gather_numbers(self._counts.tolist())
         counts = torch.tensor(ranks).sum(0).reshape(self._classes, -1).long().tolist()
-        return Confusion(self._names or [str(number) for number in range(self._classes)], counts)
+        return Confusion([*self._names] or [str(number) for number in range(self._classes)], counts)
 
     def _tags(self, numbers: torch.Tensor) -> list[str]:
         return [self._names[number] for number in numbers.tolist()]
