@@ -12,14 +12,23 @@ import json
 import platform
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from ortlaunch import machine
 from ortlaunch.bench.measure import BenchStopped, Length, PrintLine, measure, new_folder, prepared
-from ortlaunch.bench.report import MEASURED, fastest, passes, short_reason, table, times
+from ortlaunch.bench.report import (
+    MEASURED,
+    PASSING,
+    fastest,
+    passes,
+    short_reason,
+    table,
+    times,
+    verdict,
+)
 from ortlaunch.bench.turns import WARM_UP_STEPS, VariantJob
 from ortlaunch.bench.variants import ENGINES, Variant, engine_overrides, resolve_variant
 from ortlaunch.cache import cache_folder, cache_root, changed, require_own, seal
@@ -126,15 +135,16 @@ def measured(resolved: ResolvedRun, print_line: PrintLine) -> Choice:
     # Written before the decision, which may raise.
     write_json(folder / "bench.json", report)
     print_line(table(report["variants"]))
-    return decide(report["variants"], folder)
+    return decide(report["variants"], folder, resolved.file.recipe.train.max_steps)
 
 
 def _known(resolved: ResolvedRun) -> tuple[Choice, str] | None:
     """Return (choice, where it is from) without a measurement: of the cache, or for few steps."""
     found = remembered(resolved)
-    if found:
-        return found, "cached"
     steps = resolved.file.recipe.train.max_steps
+    if found:
+        # The run that was measured may have been longer.
+        return replace(found, chosen=shortest(found.measured, steps) or found.chosen), "cached"
     # With `epochs` the number is unknown until the data are read.
     if steps is None or _SHARE * steps >= _STEPS:
         return None
@@ -233,13 +243,38 @@ def long_enough(report: Json) -> bool:
     return shortest and fastest(report["variants"]) is not None
 
 
-def decide(rows: Sequence[Json], folder: Path) -> Choice:
+def shortest(figures: Mapping[str, MeasuredEngine], steps: int | None) -> str | None:
+    """Return the engine with the shortest run; None if none was measured and passes parity.
+
+    Of engines that cannot be told apart, because the middle halves of their steps overlap, it is the
+    one whose first step ends first: compilation costs a short run more than faster steps gain.
+    """
+    able = {
+        name: each
+        for name, each in figures.items()
+        if each.first_step_seconds is not None and (each.parity or {}).get("verdict") in PASSING
+    }
+    if not able:
+        return None
+    least = min(each.seconds_of(steps, "quartile_3") for each in able.values())
+    rivals = {n: each for n, each in able.items() if each.seconds_of(steps, "quartile_1") <= least}
+    return min(rivals, key=lambda name: rivals[name].first_step_seconds or 0.0)
+
+
+def decide(rows: Sequence[Json], folder: Path, steps: int | None = None) -> Choice:
     """Return the choice and its reason, from the variants of a bench in `folder`.
+
+    Args:
+        rows: the variants.
+        folder: the bench's folder.
+        steps: optimizer steps of the run; None: unknown.
 
     Raises:
         EngineError: none of them can be chosen.
     """
-    best = fastest(rows)
+    figures = {row["engine"]: _brief(row) for row in rows}
+    chosen = shortest(figures, steps)
+    best = next((row for row in rows if row["engine"] == chosen), None)
     if best is None:
         raise EngineError(
             "engine.name: auto: no engine can train this model here\n" + "\n".join(_left_out(rows))
@@ -250,8 +285,8 @@ def decide(rows: Sequence[Json], folder: Path) -> Choice:
         if beaten
         else "the only available engine"
     )
-    why = "; ".join([measured, *_left_out(rows)])
-    figures = {row["engine"]: _brief(row) for row in rows}
+    # A later choice for a run of another length has the same reasons.
+    why = "; ".join([measured, *verdict(rows)[1:], *_left_out(rows)])
     return Choice("auto", best["engine"], why, figures, str(folder.resolve()))
 
 
@@ -271,7 +306,12 @@ def _brief(row: Json) -> MeasuredEngine:
     if row["state"] != MEASURED:
         return MeasuredEngine(row["state"], short_reason(row["reason"]))
     return MeasuredEngine(
-        row["state"], None, row["seconds"], row["samples_per_second"], row["parity"]
+        row["state"],
+        None,
+        row["seconds"],
+        row["samples_per_second"],
+        row["parity"],
+        row["first_step"]["since_launch"],
     )
 
 

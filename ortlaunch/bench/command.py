@@ -8,7 +8,7 @@ from pathlib import Path
 from ortlaunch.bench import auto
 from ortlaunch.bench.measure import Length, measure, new_folder, prepared
 from ortlaunch.bench.picture import draw, require_matplotlib
-from ortlaunch.bench.report import FAILED, MEASURED, fastest, passes, table, times
+from ortlaunch.bench.report import FAILED, MEASURED, passes, table, verdict
 from ortlaunch.bench.variants import ENGINES
 from ortlaunch.json_types import Json
 from ortlaunch.resolve.resolve import ResolvedRun
@@ -46,7 +46,7 @@ def bench(
         draw(measured, title(resolved, report), folder / "bench.png")
         written.append(folder / "bench.png")
     print(
-        "\n".join(["", table(rows), *_verdict(rows), f"written: {', '.join(map(str, written))}"]),
+        "\n".join(["", table(rows), *verdict(rows), f"written: {', '.join(map(str, written))}"]),
         flush=True,
     )
     # A variant that failed has no profile.
@@ -56,7 +56,9 @@ def bench(
         print("", *lines(read_json(path)), f"written: {path}", sep="\n", flush=True)
     # This bench measured all that engine auto would, so auto can use its result.
     if not engines and not vary and auto.long_enough(report):
-        choice = auto.remember(resolved, auto.decide(rows, folder))
+        choice = auto.remember(
+            resolved, auto.decide(rows, folder, resolved.file.recipe.train.max_steps)
+        )
         print(
             f"engine.name: auto will choose {choice.chosen} for this recipe on this machine",
             flush=True,
@@ -68,15 +70,6 @@ def bench(
             for row in rows
         )
     )
-
-
-def _verdict(rows: Sequence[Json]) -> list[str]:
-    """Return the line that names the fastest variant."""
-    best = fastest(rows)
-    if best is None:
-        return ["fastest: none passed parity"]
-    others = [row for row in rows if row["state"] == MEASURED and row is not best]
-    return [f"fastest: {best['name']}{''.join(f', {times(best, row)}' for row in others)}"]
 
 
 def title(resolved: ResolvedRun, report: Json) -> str:

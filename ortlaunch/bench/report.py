@@ -26,6 +26,8 @@ _HEAD = (
 MEASURED = "measured"
 REFUSED = "refused"
 FAILED = "failed"
+# Verdicts of parity with which an engine may be chosen.
+PASSING = ("passes", "reference")
 
 
 def results(variants: Sequence[Variant], players: Sequence[VariantJob]) -> list[Json]:
@@ -128,7 +130,7 @@ def _mfu(row: Json, measured: Sequence[Json]) -> float | None:
 
 def passes(row: Json) -> bool:
     """Return whether a variant was measured and computes the results of plain PyTorch."""
-    return row["state"] == MEASURED and row["parity"]["verdict"] in ("passes", "reference")
+    return row["state"] == MEASURED and row["parity"]["verdict"] in PASSING
 
 
 def fastest(rows: Sequence[Json]) -> Json | None:
@@ -138,6 +140,30 @@ def fastest(rows: Sequence[Json]) -> Json | None:
         key=lambda row: float(row["samples_per_second"]),
         default=None,
     )
+
+
+def verdict(rows: Sequence[Json]) -> list[str]:
+    """Return a line that names the fastest variant, and lines that limit it."""
+    best = fastest(rows)
+    if best is None:
+        return ["fastest: none passed parity"]
+    others = [row for row in rows if row["state"] == MEASURED and row is not best]
+    lines = [f"fastest: {best['name']}{''.join(f', {times(best, row)}' for row in others)}"]
+    able = [row for row in others if passes(row)]
+    fast, start = best["seconds"], best["first_step"]["since_launch"]
+    near = [row["name"] for row in able if fast["quartile_3"] >= row["seconds"]["quartile_1"]]
+    if near:
+        names = " and ".join([best["name"], *near])
+        lines.append(f"{names} cannot be told apart: the middle halves of their steps overlap")
+    for row in able:
+        later = start - row["first_step"]["since_launch"]
+        gain = row["seconds"]["median"] - fast["median"]
+        if later > 1 and gain > 0:
+            steps = f"{later / gain:,.0f} steps"
+            lines.append(
+                f"{best['name']} begins {later:.0f} s later than {row['name']}: ahead after {steps}"
+            )
+    return lines
 
 
 def times(best: Json, other: Json) -> str:

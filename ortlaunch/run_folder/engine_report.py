@@ -29,6 +29,20 @@ class MeasuredEngine:
     """Speed over all ranks."""
     parity: dict[str, Any] | None = None
     """The comparison with plain PyTorch: its verdict and figures."""
+    first_step_seconds: float | None = None
+    """Seconds from the launch to the end of the first step, compilation or export included."""
+
+    def seconds_of(self, steps: int | None, quantile: str) -> float:
+        """Return the seconds of a run; of one step if its length is unknown.
+
+        Args:
+            steps: optimizer steps of the run; None: unknown.
+            quantile: `median`, `quartile_1` or `quartile_3` of the duration of a step.
+        """
+        assert self.seconds_per_step is not None
+        assert self.first_step_seconds is not None
+        a_step = self.seconds_per_step[quantile]
+        return a_step if steps is None else self.first_step_seconds + (steps - 1) * a_step
 
 
 @dataclass
@@ -38,7 +52,7 @@ class Choice:
     asked: str
     """auto."""
     chosen: str
-    """The engine that was fastest."""
+    """The engine with the shortest run."""
     why: str
     """The measured engines, the time of the measurement, and engines that were left out."""
     measured: dict[str, MeasuredEngine]
@@ -52,7 +66,8 @@ class Choice:
     def of(cls, found: Mapping[str, Any]) -> Choice:
         """Return the decision from the contents of choice.json."""
         # The last two fields are absent if their values were None.
-        named = (found["asked"], found["chosen"], found["why"], found["measured"])
+        measured = {name: MeasuredEngine(**each) for name, each in found["measured"].items()}
+        named = (found["asked"], found["chosen"], found["why"], measured)
         return cls(*named, found.get("bench"), found.get("key"))
 
 

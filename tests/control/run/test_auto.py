@@ -70,6 +70,28 @@ def test_auto_picks_the_measured_fastest() -> None:
     assert choice.why.startswith("measured 3.00 x ort, 2.00 x inductor on ")
 
 
+def test_auto_counts_compilation_and_spread() -> None:
+    """A short run takes the engine that starts first; so does one within the spread of another."""
+    fast = player("inductor", [[1.0, 1.05, 1.1]])
+    fast.ready["first_step"] = {"since_launch": 279.0, "since_model": 270.0}
+    plain = player("eager", [[1.12, 1.15, 1.2]], {"verdict": "reference"})
+    plain.ready["first_step"] = {"since_launch": 36.0, "since_model": 30.0}
+    made = rows(fast, plain)
+    chosen = {steps: auto.decide(made, Path("bench"), steps).chosen for steps in (3, 200, 10**5)}
+    assert chosen == {3: "eager", 200: "eager", 10**5: "inductor"}
+    why = auto.decide(made, Path("bench"), 10**5).why
+    assert "inductor begins 243 s later than eager: ahead after 2,430 steps" in why
+    # The cached figures decide again for a run of another length.
+    base = resolved(train={"max_steps": 3})
+    auto.remember(base, auto.decide(made, Path("bench"), 10**5))
+    assert auto.preview(base).file.recipe.engine.name == "eager"
+    noisy = player("inductor", [[1.0, 1.1, 1.3]])
+    noisy.ready["first_step"] = fast.ready["first_step"]
+    made = rows(noisy, plain)
+    assert auto.decide(made, Path("bench"), 10**5).chosen == "eager"
+    assert "inductor and eager cannot be told apart" in "\n".join(report.verdict(made))
+
+
 def test_auto_without_any_engine() -> None:
     """If no engine can be chosen, the error has every reason."""
     broken = player("ort", [])
