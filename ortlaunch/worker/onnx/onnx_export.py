@@ -25,7 +25,7 @@ from ortlaunch.run_folder.export_records import OnnxCheck
 from ortlaunch.worker.data import LoadedData, collate
 from ortlaunch.worker.data.mixture import at_hand
 from ortlaunch.worker.model.model import LossModule, give_back_cache
-from ortlaunch.worker.onnx.onnx_own import Exported, own_outputs
+from ortlaunch.worker.onnx.onnx_own import Exported, own_batches, own_outputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -83,7 +83,7 @@ def onnx(recipe: Recipe, folder: Path, trained: LossModule, data: LoadedData) ->
     if recipe.model.traits.is_own:
         whole, batches = own_outputs(recipe, model, data)
     else:
-        batches = real_batches(model, data)
+        batches = media_batches(recipe, model, data) or real_batches(model, data)
         whole = Logits(model, tuple(batches[0])).eval()
     sizes = _sizes(whole, batches)
     decisions = _write(whole, batches[0], sizes, folder)
@@ -130,6 +130,27 @@ def _require() -> None:
             f'--format onnx needs {error.name}: pip install "ortlaunch[ort-cpu]", '
             "or onnx and onnxruntime"
         ) from None
+
+
+@torch.no_grad()
+def media_batches(recipe: Recipe, model: Any, data: LoadedData) -> list[Batch] | None:
+    """Return three batches of images or recordings of the run's data; None for texts.
+
+    A decoder gets the words before each label, as in training.
+    """
+    batches = own_batches(recipe, data)
+    if "input_ids" in batches[0]:
+        return None
+    inputs = []
+    for batch in batches:
+        given = {name: value for name, value in batch.items() if name not in _LABELS}
+        if model.config.is_encoder_decoder and "labels" in batch:
+            # In training transformers does this inside the pass.
+            words = batch["labels"].roll(1, 1)
+            words[:, 0] = model.config.decoder_start_token_id
+            given["decoder_input_ids"] = words.masked_fill(words < 0, model.config.pad_token_id)
+        inputs.append(given)
+    return inputs
 
 
 def real_batches(model: nn.Module, data: LoadedData) -> list[Batch]:

@@ -53,6 +53,17 @@ class Outputs(Exported):
         return {name: found[name] for name in self.outputs}
 
 
+def own_batches(recipe: Recipe, data: LoadedData) -> list[Batch]:
+    """Return batches of three samples, two and one of the run's own data."""
+    samples = data.evaluation or data.train
+    hand = at_hand(samples)
+    stack = stack_of(recipe)
+    return [
+        stack([samples.sample(hand[index % len(hand)], epoch=0) for index in indices])
+        for indices in _SAMPLES
+    ]
+
+
 @torch.no_grad()
 def own_outputs(recipe: Recipe, model: nn.Module, data: LoadedData) -> tuple[Outputs, list[Batch]]:
     """Return the part of a model that the graph will have, and batches of the run's own data.
@@ -62,14 +73,8 @@ def own_outputs(recipe: Recipe, model: nn.Module, data: LoadedData) -> tuple[Out
     Raises:
         InputError: the model has no output besides its loss, or one with the name of an input.
     """
-    samples = data.evaluation or data.train
-    hand = at_hand(samples)
     model = model.eval()
-    stack = stack_of(recipe)
-    whole = [
-        stack([samples.sample(hand[index % len(hand)], epoch=0) for index in indices])
-        for indices in _SAMPLES
-    ]
+    whole = own_batches(recipe, data)
     inputs = _inputs(model, whole[0])
     batches = [{name: batch[name] for name in inputs} for batch in whole]
     found = [_tensors(model(**batch)) for batch in batches]

@@ -111,6 +111,64 @@ def assert_same_loss(folder: Path, recipe: Recipe, model: LossModule, data: Load
         assert float(by_graph) == pytest.approx(float(model.eval()(**batch)), abs=1e-5)
 
 
+MEDIA = """
+import torch
+
+def images():
+    random = torch.Generator().manual_seed(0)
+    return [{"pixel_values": torch.rand(3, 16, 16, generator=random), "labels": torch.tensor(i % 3)} for i in range(8)]
+
+def recordings():
+    random = torch.Generator().manual_seed(0)
+    words = torch.tensor([[4, 5, 6, 7, -100, -100]] * 8)
+    return [{"input_features": torch.rand(8, 32, generator=random), "labels": row} for row in words]
+"""
+VIT = {"model_type": "vit", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+       "intermediate_size": 32, "image_size": 16, "patch_size": 8, "num_labels": 3}  # fmt: skip
+WHISPER = {"model_type": "whisper", "d_model": 16, "encoder_layers": 1, "decoder_layers": 1,
+           "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32,
+           "num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 16, "vocab_size": 32,
+           "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 3}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("task", "config", "factory", "inputs", "outputs"),
+    [
+        ("image-classification", VIT, "images", {"pixel_values": (5, 3, 16, 16)}, (5, 3)),
+        ("speech-seq2seq", WHISPER, "recordings",
+         {"input_features": (2, 8, 32), "decoder_input_ids": (2, 6)}, (2, 6, 32)),
+    ],
+)  # fmt: skip
+def test_images_and_recordings(
+    task: str,
+    config: dict[str, Any],
+    factory: str,
+    inputs: dict[str, Any],
+    outputs: tuple[int, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A model of images or speech exports with its own inputs; a decoder has the words before."""
+    (tmp_path / "media_of_a_test.py").write_text(MEDIA)
+    monkeypatch.syspath_prepend(tmp_path)
+    source = {"format": "custom", "factory": f"media_of_a_test:{factory}"}
+    recipe = makers.recipe(model={"task": task, "config": config}, data={"train": source})
+    model, data = built(recipe)
+    found = onnx(recipe, tmp_path, model.eval(), data)
+    assert found.inputs == [*inputs]
+    assert found.outputs == ["logits"]
+    # Another number of samples than the compared ones.
+    given = {
+        name: torch.randint(4, 30, shape) if name.endswith("ids") else torch.rand(shape)
+        for name, shape in inputs.items()
+    }
+    (logits,) = by_onnxruntime(tmp_path / "model.onnx", **given)
+    with torch.no_grad():
+        expected = model.model(**given).logits
+    assert logits.shape == outputs
+    torch.testing.assert_close(torch.from_numpy(logits), expected, rtol=0, atol=1e-5)
+
+
 def test_adapters_are_merged_and_large_weights_lie_beside(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
