@@ -50,7 +50,7 @@ from ortlaunch.worker.model.matmul_precision import (
     keep_positions_exact,
     multiply_by_onednn,
 )
-from ortlaunch.worker.model.model import LossModule
+from ortlaunch.worker.model.model import LossModule, require_arguments
 from ortlaunch.worker.model.precision import narrow_dtype_of
 from ortlaunch.worker.model.pretrained import loading_notes
 from ortlaunch.worker.process_group.distributed import DistributedContext
@@ -155,6 +155,8 @@ def build_engine(
         EngineError: ONNX Runtime cannot run the model and the recipe does not allow a fallback.
     """
     torch.set_num_threads(plan.threads or share_of_cores(group.local.local_world_size))
+    if recipe.model.factory and not recipe.model.traits.wrapper:
+        require_arguments(model.model, sample)
     exact = recipe.engine.matmul_precision == "highest"
     if not exact:
         keep_positions_exact(model)

@@ -52,6 +52,7 @@ def build_ort(
     Raises:
         EngineError: ONNX Runtime cannot run the model and the recipe does not allow a fallback, or
             a setting has no effect.
+        Exception: the model raises in plain PyTorch, too.
         MissingDependency: ORTModule cannot be imported.
     """
     from ortlaunch.ortmodule.options import require_effect
@@ -78,6 +79,9 @@ def build_ort(
     except Exception as error:
         reason = described(error)
     reason = next((text for text in group.gather(reason) if text), "")
+    if reason:
+        # A mistake of the user's own code raises here as itself.
+        _probe(recipe, model, model, group, sample)
     if reason and not recipe.engine.allow_fallback:
         raise EngineError(
             f"ONNX Runtime cannot run this model: {in_recipes_words(brief(reason))}\n{_ADVICE}"

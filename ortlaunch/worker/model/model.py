@@ -6,6 +6,7 @@ It is a model of transformers, from a config or from weights, or the user's own.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -129,6 +130,25 @@ class LossModule(nn.Module):
         self.chunked = chunked
         if chunked is not None:
             chunked.open(self.model)
+
+
+def require_arguments(model: nn.Module, batch: Mapping[str, object]) -> None:
+    """Check that the forward function of a user's model takes the values of a batch.
+
+    Raises:
+        InputError: it lacks one, or takes one that no batch has.
+    """
+    # Such a hook may change the arguments.
+    if model._forward_pre_hooks_with_kwargs:
+        return
+    signature = inspect.signature(model.forward)
+    try:
+        signature.bind(**batch)
+    except TypeError as error:
+        raise InputError(
+            f"model.factory: {type(model).__name__}.forward takes {', '.join(signature.parameters)}; "
+            f"a batch of data.train has {', '.join(batch)}: {error}; give both the same names"
+        ) from None
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import types
 from collections.abc import Iterator
@@ -13,9 +14,13 @@ import torch
 from torch import nn
 
 from ortlaunch.errors import InputError
+from ortlaunch.rank import Rank
 from ortlaunch.worker.data import LoadedData
-from ortlaunch.worker.model.model import LossModule, build_model
-from tests.makers import recipe
+from ortlaunch.worker.engine.engine import build_engine
+from ortlaunch.worker.model.model import LossModule, build_model, require_arguments
+from ortlaunch.worker.process_group.distributed import DistributedContext
+from tests.makers import plan, recipe
+from tests.ort import needs_ort
 
 
 class Net(nn.Module):
@@ -119,3 +124,44 @@ def test_an_own_model_that_is_none(
     """A factory that returns no module or takes other arguments is an error."""
     with pytest.raises(InputError, match=message):
         own(arguments, tmp_path, monkeypatch)
+
+
+class Taking(nn.Module):
+    """A model with arguments of its own names."""
+
+    def __init__(self, fails: bool = False) -> None:
+        super().__init__()
+        self.linear, self.fails = nn.Linear(4, 1), fails
+        self.table: dict[str, float] = {}
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
+        return self.linear(x).square().mean() * (self.table["lookup"] if self.fails else 1.0)
+
+
+def test_arguments_that_no_batch_has() -> None:
+    """The names of forward and of a batch stand side by side, before a pass."""
+    x, y = torch.ones(2, 4), torch.ones(2)
+    require_arguments(Taking(), {"x": x, "target": y})
+    require_arguments(Taking(), {"x": x})
+    told = (
+        "model.factory: Taking.forward takes x, target; a batch of data.train has x, y: got an "
+        "unexpected keyword argument 'y'; give both the same names"
+    )
+    with pytest.raises(InputError, match=re.escape(told)):
+        require_arguments(Taking(), {"x": x, "y": y})
+    # A hook may rename them.
+    renamed = Taking()
+    renamed.register_forward_pre_hook(
+        lambda module, given, named: (given, {"x": named["x"]}), with_kwargs=True
+    )
+    require_arguments(renamed, {"x": x, "y": y})
+
+
+@needs_ort
+def test_the_users_own_mistake_is_no_fault_of_onnx_runtime() -> None:
+    """A model that raises in plain PyTorch, too, raises its own error on engine ort."""
+    chosen = recipe(engine={"name": "ort"})
+    alone = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
+    model = LossModule(Taking(fails=True))
+    with pytest.raises(KeyError, match="lookup"):
+        build_engine(chosen, plan(chosen), model, alone, {"x": torch.ones(2, 4)})
