@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import sys
 from importlib import import_module
@@ -28,10 +29,25 @@ def main() -> int:
     task = TASKS[sys.argv[1]]
     assert task.request is not None, "the command starts ranks for the other tasks"
     try:
-        return import_module(task.module).run(task.request(**json.load(sys.stdin))) or 0
+        status = import_module(task.module).run(task.request(**json.load(sys.stdin))) or 0
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        if not reader_is_gone(sys.stdout.fileno()):
+            raise
+        # Nobody reads any more, as after `| head`; Python would flush once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except OrtlaunchError as error:
         print(f"ortlaunch: {error}", file=sys.stderr)
         return error.exit_status
+
+
+def reader_is_gone(write_end: int) -> bool:
+    """Return whether a descriptor is a pipe whose reader has closed it."""
+    poller = select.poll()
+    poller.register(write_end, 0)
+    return any(events & select.POLLERR for _, events in poller.poll(0))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import random
+import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from ortlaunch import tasks
 from ortlaunch.recipe import Recipe, to_yaml
 from ortlaunch.recipe.fields.data import Data
 from ortlaunch.tasks import ShowDataRequest
@@ -240,3 +243,17 @@ def test_what_is_shown(tmp_path: Path, cache: Any, capsys: pytest.CaptureFixture
     assert sum(each["rows"] for each in part["lengths"]) == 100
     pieces = part["shown"][0][0]["pieces"]
     assert [each["learned"] for each in pieces] == [False, True]
+
+
+def test_output_that_nobody_reads_ends_quietly(tmp_path: Path, cache: Any) -> None:
+    """`data show | head` prints no traceback and succeeds."""
+    asked = ShowDataRequest(to_yaml(made(tmp_path, CHATS)), 3, json=False)
+    command, request = tasks.command(asked), json.dumps(asked._asdict())
+    read_end, write_end = os.pipe()
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=write_end, stderr=subprocess.PIPE, text=True
+    )
+    os.close(write_end)
+    os.close(read_end)
+    _, errors = process.communicate(request, timeout=60)
+    assert (process.returncode, errors) == (0, "")
