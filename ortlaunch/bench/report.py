@@ -52,6 +52,7 @@ def _row(variant: Variant, player: VariantJob | None) -> Json:
         return {**row, "state": FAILED if failed else REFUSED, "reason": reason, **_folder(player)}
     assert variant.resolved is not None
     took = [seconds for turn in player.turns for seconds in turn["seconds"]]
+    tokens, padding = (sum(turn["tokens"][kind] for turn in player.turns) for kind in (0, 1))
     batch = variant.resolved.work.batch
     ranks = variant.resolved.world.ranks
     # The median is robust against single slow steps.
@@ -64,7 +65,8 @@ def _row(variant: Variant, player: VariantJob | None) -> Json:
         "ranks": ranks,
         "seconds": spread(took),
         "samples_per_second": batch.global_samples / median,
-        "tokens_per_second": batch.tokens_per_step / median if batch.tokens_per_step else None,
+        "tokens_per_second": tokens / len(took) / median if tokens else None,
+        "padding_share": padding / (tokens + padding) if tokens else None,
         "flops_per_token": player.ready["flops_per_token"],
         "peak_flops": player.ready["peak_flops"],
         # Peak bytes of each rank, over all turns.
@@ -122,7 +124,13 @@ def _mfu(row: Json, measured: Sequence[Json]) -> float | None:
     ]
     peak = max(other["peak_flops"] or 0.0 for other in alike)
     return (
-        float(row["flops_per_token"] * row["tokens_per_second"] / (peak * row["ranks"]))
+        # Padding is computed, too.
+        float(
+            row["flops_per_token"]
+            * row["tokens_per_second"]
+            / (1 - row["padding_share"])
+            / (peak * row["ranks"])
+        )
         if peak
         else None
     )

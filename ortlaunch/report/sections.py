@@ -32,7 +32,15 @@ _CURVES = (
 # Classes up to which the table has a column for each predicted one.
 _MOST_COLUMNS = 12
 # Values in metrics.jsonl that are not drawn. All others are, including those of a user's own model.
-_NO_CURVES = ("step", "samples", "epoch", "skipped_steps", "left_out_steps", "elapsed_seconds")
+_NO_CURVES = (
+    "padding_share",
+    "step",
+    "samples",
+    "epoch",
+    "skipped_steps",
+    "left_out_steps",
+    "elapsed_seconds",
+)
 # Parts of memory.json in the order of the table.
 _PARTS = ("weights", "gradients", "optimizer", "activations", "buckets", "other", "model", "peak")
 

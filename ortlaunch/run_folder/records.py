@@ -304,7 +304,9 @@ class MetricsLine:
     elapsed_seconds: float
     """Time of the training loop so far, over all starts."""
     tokens_per_second: float | None = None
-    """Speed in tokens, if samples have a length."""
+    """Speed in tokens, without padding, if samples have `input_ids`."""
+    padding_share: float | None = None
+    """Share of the places of the batches that are padding, if any are."""
     mfu: float | None = None
     """Model FLOPs utilization, on a GPU: share of the rate of a large matmul, measured at the
     start."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import json
 import subprocess
@@ -147,9 +146,11 @@ def test_mfu_has_one_yardstick() -> None:
         one = player(name, [[1.0]])
         one.variant = resolve_variant(Variant(name, ()), resolved(**BERT_ON_WORDS))
         one.ready.update(flops_per_token=2.0, peak_flops=peak)
+        # Padding is computed, and is no token.
+        one.turns[0]["tokens"] = [192, 64]
         made.append(one)
-    tokens = made[0].variant.resolved.plan.batch.tokens_per_step  # type: ignore[union-attr]
-    assert [row["mfu"] for row in rows(*made)] == [2.0 * tokens / 400.0] * 2
+    figures = [(row["mfu"], row["tokens_per_second"]) for row in rows(*made)]
+    assert figures == [(2.0 * 256 / 400.0, 192)] * 2
 
 
 def test_mfu_is_against_the_rate_at_the_same_precision() -> None:
@@ -159,9 +160,7 @@ def test_mfu_is_against_the_rate_at_the_same_precision() -> None:
     for word, peak in (("highest", 100.0), ("medium", 600.0)):
         one = player("eager", [[1.0]], None, f"engine.matmul_precision={word}")
         assert one.variant.resolved is not None
-        base = one.variant.resolved
-        work = base.work._replace(batch=base.work.batch._replace(tokens_per_step=100))
-        one.variant = one.variant._replace(resolved=dataclasses.replace(base, work=work))
+        one.turns[0]["tokens"] = [100, 0]
         one.ready.update(flops_per_token=2.0, peak_flops=peak)
         made.append(one)
     assert [row["mfu"] for row in rows(*made)] == [

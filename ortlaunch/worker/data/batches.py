@@ -6,8 +6,8 @@ import bisect
 import contextlib
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,6 +18,28 @@ from ortlaunch.worker.data.mixture import streams_of
 from ortlaunch.worker.data.order import Order
 from ortlaunch.worker.data.samples import Samples, Stack, collate, cut_padding
 from ortlaunch.worker.data.streams.writer import Position
+
+
+class TokenCount(NamedTuple):
+    """Tokens of micro batches."""
+
+    tokens: int
+    """Without padding."""
+    padding: int
+
+    def with_batch(self, batch: Mapping[str, torch.Tensor]) -> TokenCount:
+        """Return the count with those of a batch; one without `input_ids` has none."""
+        places = batch.get("input_ids")
+        if places is None:
+            return self
+        mask = batch.get("attention_mask")
+        is_padded = mask is not None and mask.shape == places.shape
+        tokens = int(mask.count_nonzero()) if mask is not None and is_padded else places.numel()
+        return TokenCount(self.tokens + tokens, self.padding + places.numel() - tokens)
+
+    def since(self, earlier: TokenCount) -> TokenCount:
+        """Return the count without an earlier one."""
+        return TokenCount(self.tokens - earlier.tokens, self.padding - earlier.padding)
 
 
 class Batches:
@@ -51,6 +73,8 @@ class Batches:
         # A rank, and the reader of its micro batches.
         self._ahead: tuple[int, Ahead] | None = None
         self.left_out = LeftOut()
+        self.tokens = TokenCount(0, 0)
+        """Of all micro batches that `micro_batch` has returned."""
         # The step from which the present batch size counts, and the samples consumed before it.
         self._step = 0
         self._first_place = 0
@@ -124,8 +148,11 @@ class Batches:
             rank: the data-parallel rank.
         """
         if self._ahead is not None and self._ahead[0] == rank:
-            return self._ahead[1].batch(step, accumulation)
-        return self._read(self._places(step, accumulation, rank))
+            batch = self._ahead[1].batch(step, accumulation)
+        else:
+            batch = self._read(self._places(step, accumulation, rank))
+        self.tokens = self.tokens.with_batch(batch)
+        return batch
 
     @contextlib.contextmanager
     def read_ahead(self, rank: int, reader: Reader) -> Iterator[None]:

@@ -112,13 +112,17 @@ class MeasuredTraining:
         )
 
     def turn(self, count: int) -> Json:
-        """Measure `count` steps; return their start, end and seconds."""
+        """Measure `count` steps; return start, end, seconds, and tokens and padding of all ranks."""
         # One step without measurement, which fills the caches again.
         self.steps(1)
         self.session.group.barrier()
         begun = time.time()
+        before = self.session.batches.tokens
         took = self.steps(count)
-        return {"begun": begun, "ended": time.time(), "seconds": took}
+        ended = time.time()
+        mine = self.session.batches.tokens.since(before)
+        tokens = [int(sum(each)) for each in zip(*self.session.group.gather_numbers([*mine]))]
+        return {"begun": begun, "ended": ended, "seconds": took, "tokens": tokens}
 
 
 def _orders(run: RunDir) -> Iterator[Json]:

@@ -25,6 +25,7 @@ class Meter:
     def __init__(self, session: Session) -> None:
         self.group = session.group
         self.batch = session.plan.batch
+        self.batches = session.batches
         self.numbers = session.engine.stepper.numbers
         # Only GPUs have a meaningful rate: a CPU's changes with every other process on it.
         self.flops_per_token = (
@@ -51,6 +52,7 @@ class Meter:
         # This rank's mean loss of each step whose update was applied.
         self.losses: list[torch.Tensor] = []
         self.steps = 0
+        self.tokens = self.batches.tokens
         self.started = time.perf_counter()
 
     def took(self, loss: torch.Tensor | None) -> None:
@@ -66,14 +68,18 @@ class Meter:
         # Losses stay on the device until here, because reading one waits for the GPU.
         loss = self.group.mean(float(sum_of(self.losses)) / taken) if taken else None
         seconds = (time.perf_counter() - self.started) / self.steps
-        tokens = self.batch.tokens_per_step
         values: Json = {"loss": loss, "samples_per_second": self.batch.global_samples / seconds}
+        ranks = self.group.gather_numbers([*self.batches.tokens.since(self.tokens)])
+        tokens, padding = (sum(each) / self.steps for each in zip(*ranks))
         if tokens:
             values["tokens_per_second"] = tokens / seconds
+            if padding:
+                values["padding_share"] = round(padding / (tokens + padding), 4)
             if self.flops_per_token:
                 values["mfu"] = self._utilization(
-                    # Tokens are those of all ranks, and the peak is that of one device.
-                    self.flops_per_token * tokens / seconds / self.group.size
+                    # Padding is computed, too. Tokens are those of all ranks, and the peak is that
+                    # of one device.
+                    self.flops_per_token * (tokens + padding) / seconds / self.group.size
                 )
         values |= self.numbers.read(self.group) if self.has_numbers else {}
         self.restart()

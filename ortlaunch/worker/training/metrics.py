@@ -20,7 +20,7 @@ from ortlaunch.worker.training.trackers import Beside
 
 EVALUATION = "evaluation_"
 # Values that a line leaves out first where it is too long for the terminal, in this order.
-_LEAST = ("epoch", "gradient_norm", "learning_rate")
+_LEAST = ("padding_share", "epoch", "gradient_norm", "learning_rate")
 
 
 class Metrics:
@@ -77,6 +77,7 @@ def _shown(values: dict[str, object]) -> list[str]:
     forms = {
         "epoch": "epoch {:.2f}", "loss": "loss {:.4f}",
         "learning_rate": "lr {:.3g}", "gradient_norm": "grad norm {:.3g}", "tokens_per_second": "{:,.0f} tokens/s",
+        "padding_share": "{:.0%} padding",
         "samples_per_second": "{:,.1f} samples/s", "mfu": "MFU {:.1%}",
         **{EVALUATION + name: metric.shown for name, metric in METRICS.items()},
     }  # fmt: skip

@@ -22,6 +22,7 @@ from torch import nn
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.folder import PROGRESS_VARIABLE, RunDir
 from ortlaunch.units import duration
+from ortlaunch.worker.data.batches import TokenCount
 from ortlaunch.worker.engine import flops
 from ortlaunch.worker.engine.flops import flops_per_token, measured_peak_flops
 from ortlaunch.worker.training import meter as meter_module
@@ -420,18 +421,27 @@ def test_a_rate_above_the_measured_one_has_it_measured_again(
     # One second a reading.
     monkeypatch.setattr(meter_module.time, "perf_counter", itertools.count().__next__)
     session = SimpleNamespace(
-        group=SimpleNamespace(device=torch.device(device), size=1, mean=float),
-        plan=SimpleNamespace(batch=SimpleNamespace(tokens_per_step=tokens, global_samples=1)),
+        group=SimpleNamespace(
+            device=torch.device(device), size=1, mean=float, gather_numbers=lambda mine: [mine]
+        ),
+        plan=SimpleNamespace(batch=SimpleNamespace(global_samples=1)),
+        batches=SimpleNamespace(tokens=TokenCount(0, 0)),
         engine=SimpleNamespace(
             flops_per_token=200.0 / tokens, stepper=SimpleNamespace(numbers=SimpleNamespace(keep=lambda: None)),
             plain=SimpleNamespace(has_numbers=False),
         ), recipe=SimpleNamespace(precision="fp32"),
     )  # fmt: skip
     meter = meter_module.Meter(session)
+    mask = (torch.arange(tokens) < tokens // 4).long()
+    batch = {"input_ids": torch.ones(1, tokens), "attention_mask": mask[None]}
     for _ in range(2):
         meter.took(torch.tensor(1.0))
+        session.batches.tokens = session.batches.tokens.with_batch(batch)
+        read = meter.read()
         # A CPU has no MFU.
-        assert meter.read().get("mfu") == expected
+        assert read.get("mfu") == expected
+        # Three quarters of the places are padding.
+        assert (read["tokens_per_second"], read["padding_share"]) == (8, 0.75)
 
 
 def test_peak_is_the_best_of_several_products(monkeypatch: pytest.MonkeyPatch) -> None:
