@@ -60,6 +60,10 @@ _FACTORS = np.random.default_rng(0).integers(1, 1 << 62, (_HASHES + _SHINGLE)).a
 ) * np.uint64(2) + np.uint64(1)
 
 
+# A share of padding from which on a remedy is printed.
+_MUCH_PADDING = 0.3
+
+
 class AuditFinding(NamedTuple):
     """A fault of the data."""
 
@@ -97,12 +101,17 @@ class PartAudit(NamedTuple):
     findings: list[AuditFinding]
     of: str = ""
     """The part of a stream that the samples are from."""
+    places: int = 0
+    """Tokens that each row is padded to; 0: rows are not padded to one length."""
 
     def lines(self) -> list[str]:
         """Return lines for the user: lengths, the share of tokens that count, and findings."""
         sizes = [len(row.ids) for row in self.rows]
         learned = sum(row.learned.sum() for row in self.rows) / sum(sizes)
         counts = f", {learned:.1%} of them learned" if learned else ""
+        padding = 1 - sum(sizes) / (len(sizes) * self.places) if self.places else 0.0
+        if padding > _MUCH_PADDING:
+            counts += f"; {padding:.0%} of each batch is padding: data.padding=longest avoids it"
         return [
             f"{self.key}: {min(sizes)} to {max(sizes)} tokens a row, median {np.median(sizes):.0f}"
             f"{counts} (audit of {len(sizes):,} rows from {self.samples:,} samples{self.of})",
@@ -148,7 +157,9 @@ def audits(data: LoadedData, most: int = AT_START, streams: bool = True) -> list
             _answers(rows, length, data.tokenizer) if chats else (),
         )
         of = " of the stream's next window; later ones are not audited" if flows else ""
-        made.append(PartAudit(key, len(hand), rows, [*found], of))
+        # Several rows are packed into a sample.
+        is_padded = len(rows) == len(chosen) and not recipe.data.lengths
+        made.append(PartAudit(key, len(hand), rows, [*found], of, length if is_padded else 0))
     if len(made) > 1:
         held = recipe.data.evaluation
         same = isinstance(held, HeldOut) or recipe.data.train == held

@@ -88,10 +88,23 @@ def _begun(run: RunDir, epochs: float | None) -> Json | None:
     return found if found["epochs"] == epochs else None
 
 
-def length_line(recipe: Recipe, batch: BatchPlan, samples: int) -> str:
-    """Return a line for the terminal with the length in steps, samples and epochs."""
-    seen = recipe.train.steps * batch.global_samples
-    steps = f"{recipe.train.steps:,} steps of {batch.global_samples:,} are {seen:,} samples"
+def length_line(
+    recipe: Recipe, batch: BatchPlan, samples: int, steps_done: int = 0, samples_done: int = 0
+) -> str:
+    """Return a line for the terminal with the length in steps, samples and epochs.
+
+    Args:
+        recipe: the run's recipe.
+        batch: the batch of the steps to come.
+        samples: samples of the data.
+        steps_done: steps of the checkpoint from which the run continues.
+        samples_done: the samples of these steps, whose batch may have had another size.
+    """
+    left = recipe.train.steps - steps_done
+    seen = samples_done + left * batch.global_samples
+    steps = f"{left:,} steps of {batch.global_samples:,} are {seen - samples_done:,} samples"
+    if steps_done:
+        steps += f", {seen:,} with those of the {steps_done:,} steps before"
     if samples >= ENDLESS:
         return f"data: streamed; {steps}"
     per_epoch = samples / batch.global_samples

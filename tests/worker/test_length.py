@@ -167,3 +167,11 @@ def test_the_length_in_a_line() -> None:
     assert line == "data: 1,234 samples; 1,000 steps of 16 are 16,000 samples, 13 epochs"
     line = length_line(recipe(train={"max_steps": 100_000}), BATCH, 762)
     assert line.endswith("1,600,000 samples, 2,100 epochs")
+    # A resumed run with another batch: 13 steps of 16 and 17 of 32.
+    line = length_line(
+        recipe(train={"max_steps": 30}), BATCH._replace(global_samples=32), 919, 13, 208
+    )
+    assert line == (
+        "data: 919 samples; 17 steps of 32 are 544 samples, 752 with those of the 13 steps before, "
+        "0.818 epochs"
+    )

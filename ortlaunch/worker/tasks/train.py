@@ -469,5 +469,5 @@ def _schedule_notes(recipe: Recipe, state: TrainState) -> Iterator[str]:
         return
     yield (
         f"learning rate: {before:.4g} at step {step}, {learning_rate(recipe, step):.4g} at step "
-        f"{step + 1}: the length or type of the schedule has changed"
+        f"{step + 1}: optimizer.learning_rate, or the length or type of the schedule, has changed"
     )

@@ -25,7 +25,14 @@ from ortlaunch.worker.supervision.progress import print_wrapped
 def announce(session: Session) -> None:
     """Before step 1, print on rank 0 the plan, the data, and notes on copies of the user's code."""
     engine = session.engine
-    length = length_line(session.recipe, session.plan.batch, len(session.data.train))
+    done = session.checkpoint
+    length = length_line(
+        session.recipe,
+        session.plan.batch,
+        len(session.data.train),
+        done.step if done else 0,
+        done.samples if done else 0,
+    )
     if session.group.rank == 0:
         data = [length, *session.data.class_lines()]
         streams = bool(session.data.train and streams_of(session.data.train))

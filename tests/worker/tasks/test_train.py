@@ -177,8 +177,8 @@ def test_a_longer_schedule_tells_its_jump(
     assert said == [
         f"resumed after step 2 from {trained.run.checkpoint(2)}",
         f"resumed after step 4 from {trained.run.checkpoint(4)}",
-        "learning rate: 0.025 at step 4, 0.05 at step 5: the length or type of the schedule "
-        "has changed",
+        "learning rate: 0.025 at step 4, 0.05 at step 5: optimizer.learning_rate, or the length or "
+        "type of the schedule, has changed",
     ]
 
 
