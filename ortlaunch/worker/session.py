@@ -24,6 +24,7 @@ from ortlaunch.worker.engine.memory_use import MemoryUse
 from ortlaunch.worker.length import with_steps
 from ortlaunch.worker.model.identity import identity
 from ortlaunch.worker.model.model import LossModule, build_model
+from ortlaunch.worker.model.pretrained import loading_notes
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.supervision.gpus import exporting
 from ortlaunch.worker.supervision.progress import Progress
@@ -118,6 +119,10 @@ def build_session(
     )
     engine = build_engine(recipe, plan, model, group, batches.micro_batch(first, 0, group.rank))
     engine.memory = memory
+    if found is not None:
+        # The checkpoint has the weights that the pretrained model lacks.
+        notes = loading_notes(model.loaded)
+        engine.notes = tuple(note for note in engine.notes if note not in notes)
     if run.choice.exists():
         engine.record.engine = replace(engine.record.engine, **read_json(run.choice))
     # An export has freed its copies of the model.
