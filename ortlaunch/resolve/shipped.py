@@ -77,8 +77,10 @@ def text(kind: str, name: str) -> str:
 def _named(what: str, name: str, files: dict[str, Path]) -> Path:
     if name in files:
         return files[name]
-    near = difflib.get_close_matches(name, files, n=1)
-    advice = f"did you mean {near[0]}?" if near else f"there are {', '.join(files)}"
+    # A name without its folder, or one that is misspelt.
+    near = [each for each in files if each.rpartition("/")[2] == name]
+    near = near or difflib.get_close_matches(name, files, n=1)
+    advice = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(files)}"
     raise InputError(f"no shipped {what} {name!r}; {advice}")
 
 

@@ -54,7 +54,7 @@ def test_readme_and_make_train_name_the_activation():
         .partition("\n\n")[0]
     )
     assert rule.endswith(': . $(BIN)/activate"')
-    assert _blocks("sh")[0].splitlines()[-1].startswith(". .venv/bin/activate ")
+    assert _blocks("sh")[0].splitlines()[1].startswith(". .venv/bin/activate ")
 
 
 def test_the_commands_of_the_readme_work(tmp_path):

@@ -53,6 +53,7 @@ def test_find(name: str, library: Path) -> None:
     [
         ("bert/tinny", "no shipped recipe 'bert/tinny'; did you mean bert/tiny?"),
         ("lama/tiny", "no shipped recipe 'lama/tiny'; did you mean llama/tiny?"),
+        ("tiny", "no shipped recipe 'tiny'; did you mean bert/tiny or llama/tiny?"),
         ("zebra", "no shipped recipe 'zebra'; there are bert/base, bert/tiny, llama/tiny"),
         # A path out of the library is not followed.
         ("../secret", "no shipped recipe '../secret'; there are bert/base, bert/tiny, llama/tiny"),
