@@ -65,6 +65,8 @@ def _foreign(key: str, section: KeyPath) -> Advice | None:
     # The form of these texts is described in keys_of_other_tools.py.
     if entry.ours.startswith("none: "):
         return Advice(f"{entry.tool}'s {key} is not needed here: {entry.ours[6:]}")
+    if entry.ours.startswith("no: "):
+        return Advice(entry.ours[4:])
     # The key comes first; a remark in parentheses may follow.
     target = keys(entry.ours.split()[0].rstrip(",:"))
     # An entry may also be a sentence, whose first word is no key.

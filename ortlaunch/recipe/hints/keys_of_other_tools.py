@@ -13,7 +13,7 @@ class Foreign(NamedTuple):
     """The meaning of another tool's key here: the tool's name, and our key or a remedy.
 
     `ours` begins with the recipe's key, if there is one. `none: why` means that the recipe needs no
-    key for it.
+    key for it, `no: why` that there is no such thing here.
     """
 
     tool: str
@@ -35,6 +35,10 @@ _QUANTIZED = "precision (there is no quantized training)"
 WHOLE = (
     "zero.stage, which shards over the ranks (there is no tensor, pipeline or sequence parallelism)"
 )
+# Names of trainings with preferences or rewards, which other tools have as methods.
+PREFERENCES = ("dpo", "kto", "orpo", "simpo", "grpo", "ppo", "rl", "rlhf", "reward")
+NO_PREFERENCES = "there is no training with preferences or rewards here; TRL has it"
+_STOP_AFTER = "train.stop_after: {metric: loss, evaluations: ...}"
 _FASTEST = "none: model.attention chooses the fastest that works"
 _SAME_RESULT = "none: evaluation uses batch.micro_size, and its result does not depend on it"
 _LOGGER = "none: it is of another logger's account; log.trackers has tensorboard, wandb, mlflow"
@@ -42,6 +46,11 @@ _LOGGER = "none: it is of another logger's account; log.trackers has tensorboard
 # If two tools use one name, FOREIGN keeps the later tool's entry. At present no name is in two
 # tables.
 DIALECTS: dict[str, dict[str, str]] = {
+    "TRL": dict.fromkeys(
+        (*PREFERENCES, "chosen_column", "rejected_column", "train.beta", "model.beta"),
+        f"no: {NO_PREFERENCES}",
+    ),
+    "torchtitan": dict.fromkeys(("parallel", "parallelism", "distributed"), WHOLE),
     "Megatron": {
         "global_batch_size": "batch.global_size",
         "train_iters": "train.max_steps",
@@ -259,9 +268,14 @@ DIALECTS: dict[str, dict[str, str]] = {
         "context_parallel_size": WHOLE,
         "expert_model_parallel_size": WHOLE,
         "cp_size": WHOLE,
-        "early_stopping_steps": "train.stop_after: {metric: loss, evaluations: ...}",
+        "early_stopping_steps": _STOP_AFTER,
     },
     "Hugging Face": {
+        "early_stopping_patience": _STOP_AFTER,
+        "patience": _STOP_AFTER,
+        "train.patience": _STOP_AFTER,
+        "model.loss": "no: no loss has a name here: a model of your own (model.factory) returns its loss, and "
+        "ORTTrainer takes compute_loss_func (docs/optimum.md)",
         "output_dir": "the command line option --run-dir",
         "per_device_train_batch_size": "batch.micro_size",
         "per_device_eval_batch_size": _SAME_RESULT,

@@ -8,9 +8,10 @@ from typing import Any
 from pydantic_core import ErrorDetails
 
 from ortlaunch.recipe.fields.field_lookup import choices, description, is_required, takes_null
+from ortlaunch.recipe.hints.keys_of_other_tools import NO_PREFERENCES, PREFERENCES
 from ortlaunch.recipe.text.place import KeyPath, dotted
 from ortlaunch.recipe.text.tree import Tree
-from ortlaunch.recipe.text.words import closest
+from ortlaunch.recipe.text.words import closest, normal
 
 # pydantic's types of errors -> the accepted type, for people who do not know Python.
 _KINDS = {
@@ -77,10 +78,9 @@ def missing(path: KeyPath) -> str:
 def wrong(path: KeyPath, details: ErrorDetails, written: Tree | None) -> str:
     """Return the message about a value of the wrong type, or out of bounds."""
     raw = (written.raw if written else None) or str(details["input"])
-    return (
-        f"got {_got(details, written)}; "
-        f"{_wanted(path, details, raw)}{_cause(path, details, written)}"
-    )
+    is_preference = path == ("model", "task") and normal(raw) in PREFERENCES
+    wanted = NO_PREFERENCES if is_preference else _wanted(path, details, raw)
+    return f"got {_got(details, written)}; {wanted}{_cause(path, details, written)}"
 
 
 def _got(details: ErrorDetails, written: Tree | None) -> str:

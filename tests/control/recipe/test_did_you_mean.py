@@ -1,0 +1,36 @@
+"""Keys and values of other tools that the recipe does not have under any name."""
+
+from __future__ import annotations
+
+import pytest
+
+from ortlaunch.errors import RecipeError
+from ortlaunch.recipe import load
+from ortlaunch.resolve import shipped
+
+STOP = "use train.stop_after: {metric: loss, evaluations: ...}"
+NONE = "there is no training with preferences or rewards here; TRL has it"
+WHOLE = "use zero.stage, which shards over the ranks (there is no tensor, pipeline or sequence"
+
+
+@pytest.mark.parametrize(
+    ("override", "advice"),
+    [
+        ("train.patience=2", STOP),
+        ("early_stopping_patience=2", STOP),
+        ("model.loss=focal", "no loss has a name here: a model of your own (model.factory)"),
+        ("parallel={tensor: 2}", WHOLE),
+        ("distributed={strategy: fsdp2}", WHOLE),
+        ("dpo={beta: 0.1}", NONE),
+        ("model.task=dpo", f"got dpo; {NONE}"),
+        ("data.train.rejected_column=worse", NONE),
+        ("model.beta=0.1", NONE),
+        # An optimizer's beta is meant.
+        ("optimizer.beta=0.1", "did you mean optimizer.betas?"),
+    ],
+)
+def test_advice(override: str, advice: str) -> None:
+    """The first line has the way that works, or says that there is none."""
+    with pytest.raises(RecipeError) as caught:
+        load(shipped.find("bert-large/tiny"), [override])
+    assert advice in str(caught.value).splitlines()[0]
