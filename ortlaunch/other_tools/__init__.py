@@ -62,7 +62,7 @@ _MARKS = {
 }
 
 # What the config sets replaces all of such a group in --base: parts of both would have no meaning.
-_EXCLUSIVE = (
+_EXCLUSIVE: tuple[tuple[str, ...], ...] = (
     ("batch",),
     ("schedule",),
     ("data.evaluation",),
@@ -70,6 +70,10 @@ _EXCLUSIVE = (
     ("train.evaluate_every_steps", "train.evaluate_every_epochs"),
     ("checkpoint.every_steps", "checkpoint.every_epochs"),
 )
+# The first that the config leaves to the base is left out if all three are given.
+_SIZES = ("batch.global_size", "batch.accumulation_steps", "batch.micro_size")
+# Keys of tools whose configs cannot be converted.
+_OTHERS = {"step_scheduler": "NeMo AutoModel", "training": "Oumi", "job": "torchtitan"}
 
 
 class Imported(NamedTuple):
@@ -131,7 +135,7 @@ def import_config(
     )
     # Last: the converters above have taken the keys that need more than a table.
     draft.rest()
-    whole = _checked(_over(below, draft.recipe), overrides, draft.account)
+    whole = _checked(_over(below, draft), overrides, draft.account)
     # In the order of the sections in the manual, not of the config.
     ordered = {name: whole[name] for name in Recipe.model_fields if name in whole}
     return Imported(found, marks, str(path), dump(ordered), draft.account, tuple(overrides))
@@ -153,6 +157,9 @@ def _guess(tree: Tree, path: Path) -> tuple[str, tuple[str, ...]]:
             if tools
             else "none of its keys is one by which a tool is known"
         )
+        other = next((name for key, name in _OTHERS.items() if key in tree.children), None)
+        if other is not None and not tools:
+            why = f"{other}'s, as it seems, of which there is no conversion"
         raise InputError(f"{path}: whose config is it? {why}; say --from {' | '.join(TOOLS)}")
     return tools[0], seen[tools[0]]
 
@@ -169,13 +176,25 @@ def _base(path: Path | None, place: Place) -> Tree:
     return below
 
 
-def _over(below: Tree, recipe: Tree) -> Tree:
+def _over(base: Tree, draft: Draft) -> Tree:
     """Return the recipe merged over a base."""
+    recipe, below = draft.recipe, base
     for paths in _EXCLUSIVE:
         if any(recipe.find(keys(path)) is not None for path in paths):
             for path in paths:
                 below = below.without(keys(path))
-    return merge(below, recipe)
+    for paths in draft.kept:
+        # What the config sets takes precedence over its alternatives in the base.
+        if all(recipe.find(keys(path)) is None for path in paths):
+            for path in paths:
+                there = base.find(keys(path))
+                below = below if there is None else below.put(keys(path), there)
+    whole = merge(below, recipe)
+    # Two sizes of a batch decide the third.
+    if all(whole.find(keys(path)) is not None for path in _SIZES):
+        free = [path for path in _SIZES if recipe.find(keys(path)) is None]
+        whole = whole.without(keys(free[0])) if free else whole
+    return whole
 
 
 def _checked(tree: Tree, overrides: Sequence[str], account: ImportReport) -> dict[str, object]:

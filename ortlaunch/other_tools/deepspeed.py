@@ -12,6 +12,8 @@ from pathlib import Path
 from ortlaunch.other_tools import sharding
 from ortlaunch.other_tools.draft import Draft, in_one_line, is_empty, number
 from ortlaunch.recipe.fields.deepspeed_keys import DEEPSPEED_OWNED, NESTED, TOP
+from ortlaunch.recipe.hints.keys_of_other_tools import TRUE_BY_ITSELF
+from ortlaunch.recipe.text.place import keys
 from ortlaunch.recipe.text.tree import Tree
 
 _OPTIMIZERS = {
@@ -36,6 +38,8 @@ _CPU_ADAM = (
     "bf16.bf16_optimizer_states",
 )
 _AUTO = "Hugging Face's Trainer fills it in from its own arguments, and so does the recipe"
+_WARMUPS = ("schedule.warmup_steps", "schedule.warmup_ratio")
+_WARMUP_STEPS = 1000  # DeepSpeed's default of warmup_num_steps
 
 
 def convert(draft: Draft) -> None:
@@ -78,9 +82,12 @@ def _places(node: Tree) -> list[Path]:
 def _parts(draft: Draft, parts: dict[str, Tree], prefix: str) -> None:
     sharding.shard(draft, _stage(parts.get("zero_optimization")), "by zero_optimization")
     _batch(draft, parts)  # before the loop, because it removes a redundant size
-    for key, node in parts.items():
+    # The schedule first: DeepSpeed's warmup_max_lr takes the place of the optimizer's rate.
+    for key, node in sorted(parts.items(), key=lambda part: part[0] != "scheduler"):
         if node.scalar == "auto":
-            draft.needless(f"{prefix}{key}", node, _AUTO)
+            _leave(draft, f"{prefix}{key}", node, DEEPSPEED_OWNED.get(key, ""))
+        elif key == "steps_per_print":
+            draft.needless(f"{prefix}{key}", node, "it is of DeepSpeed's own lines")
         elif key == "optimizer":
             _optimizer(draft, node)
         elif key == "scheduler":
@@ -97,6 +104,12 @@ def _parts(draft: Draft, parts: dict[str, Tree], prefix: str) -> None:
             draft.put("log.trackers", node, f"{prefix}{key}", ["wandb"])
         else:
             draft.drop(f"{prefix}{key}", node, "DeepSpeed has no such setting, or has it no more")
+
+
+def _leave(draft: Draft, key: str, node: Tree, *paths: str) -> None:
+    """Leave keys of the recipe, which are alternatives, to the base."""
+    draft.needless(key, node, _AUTO)
+    draft.kept.append(paths)
 
 
 def _batch(draft: Draft, parts: dict[str, Tree]) -> None:
@@ -176,13 +189,20 @@ def _optimizer(draft: Draft, node: Tree) -> None:
 
 def _setting(draft: Draft, key: str, node: Tree) -> None:
     name = f"optimizer.params.{key}"
+    there = draft.recipe.find(("optimizer", "learning_rate"))
     if node.scalar == "auto":
         draft.needless(name, node, _AUTO)
+    elif key == "lr" and there is not None and there.scalar != node.scalar:
+        draft.needless(name, node, "of no effect there: scheduler.params.warmup_max_lr is the rate")
     elif key in _SETTINGS:
         draft.put(f"optimizer.{_SETTINGS[key]}", node, name)
     elif key == "adam_w_mode" and node.scalar is False:
         draft.drop(name, node, "weight decay is decoupled, not L2")
-    elif is_empty(node):
+    elif key == "adam_w_mode":
+        draft.needless(name, node, "weight decay is decoupled")
+    elif key in TRUE_BY_ITSELF and node.scalar is False:
+        draft.drop(name, node, f"here it is always so: {TRUE_BY_ITSELF[key]}")
+    elif is_empty(node) or (key in TRUE_BY_ITSELF and node.scalar is True):
         draft.account.empty.append(name)
     else:
         draft.drop(name, node, "no counterpart")
@@ -212,6 +232,14 @@ def _scheduler(draft: Draft, node: Tree) -> None:
               "total_num_steps": "train.max_steps", "cos_min_ratio": "schedule.minimum_ratio"}  # fmt: skip
     for key, child in values.items():
         _schedule_setting(draft, key, child, places)
+    warm = any(draft.recipe.find(keys(path)) for path in _WARMUPS)
+    if (
+        kind is not None
+        and str(kind.scalar) in forms
+        and "warmup_num_steps" not in values
+        and not warm
+    ):
+        draft.assume("schedule.warmup_steps", _WARMUP_STEPS, "DeepSpeed's default")
     _others(draft, "scheduler", node)
 
 
@@ -220,7 +248,7 @@ def _schedule_setting(draft: Draft, key: str, node: Tree, places: dict[str, str]
     path = places.get(key)
     there = draft.recipe.find(tuple(path.split("."))) if path else None
     if node.scalar == "auto":
-        draft.needless(name, node, _AUTO)
+        _leave(draft, name, node, *(_WARMUPS if key == "warmup_num_steps" else ()))
     # Configs often repeat the optimizer's lr as warmup_max_lr.
     elif there is not None and there.scalar == node.scalar:
         draft.needless(name, node, f"{path} has it")
@@ -238,10 +266,15 @@ def _precision(draft: Draft, key: str, node: Tree) -> None:
     """Convert a section of a precision: whether it is used, and the loss scaling."""
     kind = "fp16" if key == "fp16" else "bf16"
     enabled = node.find(("enabled",))
-    if enabled is None or enabled.scalar is not True:
-        why = _AUTO if enabled is not None and enabled.scalar == "auto" else "it is not enabled"
-        return draft.needless(key, node, why)
-    draft.put("precision", enabled, f"{key}.enabled", kind)
+    auto = enabled is not None and enabled.scalar == "auto"
+    if enabled is None or not (
+        enabled.scalar is True or (auto and draft.expected("precision") == kind)
+    ):
+        return draft.needless(key, node, _AUTO if auto else "it is not enabled")
+    if auto:
+        draft.needless(f"{key}.enabled", enabled, _AUTO)
+    else:
+        draft.put("precision", enabled, f"{key}.enabled", kind)
     for name, child in node.children.items():
         if name != "enabled":
             _raw(draft, f"{kind}.{name}", child, f"{kind}.{name}")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ortlaunch.recipe.fields.field_lookup import choices, everywhere, names_in, section_at
-from ortlaunch.recipe.hints.keys_of_other_tools import DIALECTS, WHOLE
+from ortlaunch.recipe.hints.keys_of_other_tools import DIALECTS, TRUE_BY_ITSELF, USUAL, WHOLE
 from ortlaunch.recipe.text.place import HIDDEN, SECRET, Place, keys, without_secrets
 from ortlaunch.recipe.text.tree import Tree
 from ortlaunch.recipe.text.words import closest, normal
@@ -74,6 +74,8 @@ class Draft:
         self.command = command
         self.base = base
         self.recipe = Tree(config.place, kind="mapping")
+        # Keys that the config leaves to the base; those of one tuple are alternatives.
+        self.kept: list[tuple[str, ...]] = []
         # Applied at the end by `rest`, for only then is it known which keys the config sets.
         self._assumed: list[tuple[str, object, str]] = []
 
@@ -162,8 +164,12 @@ class Draft:
     def rest(self) -> None:
         """Convert all other keys by the dialects and the recipe's names, then set the defaults."""
         for key, node in self.left.items():
-            if is_empty(node):
+            if node.scalar is False and normal(key) in TRUE_BY_ITSELF:
+                self.drop(key, node, f"here it is always so: {TRUE_BY_ITSELF[normal(key)]}")
+            elif is_empty(node):
                 self.account.empty.append(key)
+            elif _is_usual(key, node):
+                self.needless(key, node, "the tool's default, which asks for nothing")
             else:
                 self._by_tables(key, node)
         self.left = {}
@@ -229,6 +235,15 @@ def is_empty(node: Tree) -> bool:
     if node.kind != "scalar":
         return not node.children
     return node.scalar is None or node.scalar is False or node.scalar == ""
+
+
+def _is_usual(key: str, node: Tree) -> bool:
+    """Return whether a value is the default of a key that has no counterpart."""
+    usual, value = USUAL.get(normal(key)), node.plain()
+    # Of a mapping each setting that is given counts.
+    if isinstance(usual, dict) and isinstance(value, dict):
+        return all(each in usual and usual[each] == value[each] for each in value)
+    return usual is not None and value == usual
 
 
 def tree_of(value: object, node: Tree) -> Tree:

@@ -75,6 +75,8 @@ def training(draft: Draft) -> None:
     elif compiled is not None:
         draft.put("engine.name", compiled, "torch_compile", "inductor")
     _grouping(draft)
+    for key in ("use_cpu", "no_cuda"):
+        draft.move("launch.device", key, "cpu")
     name(draft)
     trackers(draft)
     intervals.convert(draft)

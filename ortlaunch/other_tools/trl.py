@@ -6,7 +6,8 @@ A key that is only renamed is a row of a table in recipe/hints/keys_of_other_too
 from __future__ import annotations
 
 from ortlaunch.errors import InputError
-from ortlaunch.other_tools.draft import Draft, in_one_line
+from ortlaunch.other_tools.draft import Draft, in_one_line, is_empty, null
+from ortlaunch.recipe.text.tree import Tree
 
 # Keys of SFTTrainer that Trainer lacks.
 _MARKS = ("chat_template", "dataset_text_field", "dataset_train_split", "dataset_test_split", "dataset_mixture",
@@ -41,19 +42,45 @@ def convert(draft: Draft) -> None:
     draft.assume("data.sequence_length", 1024, "TRL's default")
     template = draft.pop("chat_template")
     mixture = draft.pop("dataset_mixture")
+    # Only chats have these; an end of a turn is the usual `eos_token`.
+    signs = (template, draft.left.get("assistant_only_loss"), draft.left.get("eos_token"))
+    chats = any(node is not None and not is_empty(node) for node in signs)
     draft.put("data.chat_template", template, "chat_template")
     if mixture is not None:
-        draft.drop(
-            "dataset_mixture",
-            mixture,
-            "give data.train, a list of sources; a weight is a share of the samples, "
-            "TRL's is a part of the rows",
-        )
-    _data(draft, chats=template is not None)
-    _packing(draft, chats=template is not None)
+        _mixture(draft, mixture, chats)
+    _data(draft, chats)
+    _packing(draft, chats)
     _adapters(draft)
     for key in ("eos_token", "pad_token"):
         draft.move(f"data.special_tokens.{key}", key)
+
+
+def _mixture(draft: Draft, node: Tree, chats: bool) -> None:
+    """Convert a mixture of data sets of the hub, of which TRL takes all rows, or a part of them."""
+    parts = node.find(("datasets",)) or node
+    trained = draft.value("assistant_only_loss")
+    columns = _columns(chats, None, trained)
+    sources, less = [], []
+    for part in parts.children.values():
+        given = part.plain() if part.kind == "mapping" else {}
+        source = {"format": "hub", "name": given.get("id"), "subset": given.get("config")}
+        source["split"] = given.get("split")
+        present = {key: value for key, value in source.items() if value is not None}
+        # Without weights each sample counts alike, as in TRL.
+        sources.append({"source": {**present, **columns}, "weight": null(part)})
+        less += [str(given.get("id"))] if (given.get("weight") or 1) != 1 else []
+    rows = f"all rows of {', '.join(less)}, of which TRL takes a part (most_rows limits them)"
+    draft.put("data.train", node, "dataset_mixture", sources, rows if less else "")
+    share = node.find(("test_split_size",))
+    if share is not None and not is_empty(share):
+        draft.put("data.evaluation", share, "test_split_size", {"share": share.scalar})
+
+
+def _columns(chats: bool, field: str | None, answers_alone: object) -> dict[str, str]:
+    """Return the settings of a source of chats or of text."""
+    if not chats:
+        return {"text_column": field or "text"}
+    return {"messages_column": "messages", **({} if answers_alone else {"train_on": "all"})}
 
 
 def _data(draft: Draft, chats: bool) -> None:
@@ -66,18 +93,11 @@ def _data(draft: Draft, chats: bool) -> None:
     field = draft.pop("dataset_text_field")
     answers = draft.pop("assistant_only_loss")
     if hub is not None:
-        columns = (
-            {"messages_column": "messages"}
-            if chats
-            else {"text_column": in_one_line(field) if field else "text"}
-        )
-        learned = {"train_on": "all"} if chats and answers is None else {}
         source = {
             "format": "hub",
             "name": hub.scalar,
             **({"subset": in_one_line(subset)} if subset else {}),
-            **columns,
-            **learned,
+            **_columns(chats, in_one_line(field) if field else None, answers),
         }
         why = f"taken as text; for chats add data.train.messages_column=messages, and {_ANSWERS}"
         split = {"split": in_one_line(first)} if first else {}

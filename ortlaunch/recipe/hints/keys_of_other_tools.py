@@ -345,6 +345,20 @@ DIALECTS: dict[str, dict[str, str]] = {
         "group_by_length": "data.padding: longest",
         "auto_find_batch_size": "batch.micro_size: auto (with batch.global_size)",
         "use_cpu": "launch.device: cpu",
+        "no_cuda": "launch.device: cpu",
+        "average_tokens_across_devices": "none: a step's loss is the mean over all its labels",
+        "logging_nan_inf_filter": "none: train.on_nonfinite determines what a bad loss does",
+        "include_num_input_tokens_seen": "none: samples and tokens a second are always recorded",
+        "log_on_each_node": "none: each rank has a log of its own",
+        "log_level_replica": "none: each rank has a log of its own",
+        "dataloader_in_order": "none: samples are always in the same order",
+        "dataloader_drop_last": "none: the rest of an epoch fills steps of the next",
+        "train_sampling_strategy": "none: samples are always shuffled, by seed",
+        "length_column_name": "none: lengths are counted",
+        "eval_do_concat_batches": "none: metrics are summed as batches come",
+        "skip_memory_metrics": "none: memory is always recorded",
+        "local_rank": "none: the launcher sets it",
+        "hub_token": "none: HF_TOKEN, or the login of the hub's own command, is used",
         "mixed_precision": "precision",
         "num_processes": "launch.processes_per_node",
         "num_machines": "launch.nodes",
@@ -407,6 +421,31 @@ DIALECTS: dict[str, dict[str, str]] = {
         "inherits": "extends",
         "inherit": "extends",
     },
+}
+
+# Keys without a counterpart -> their defaults, of transformers' TrainingArguments.
+USUAL = {
+    "label_smoothing_factor": 0.0,
+    "eval_delay": 0,
+    "accelerator_config": {
+        "split_batches": False,
+        "dispatch_batches": None,
+        "even_batches": True,
+        "use_seedable_sampler": True,
+        "non_blocking": False,
+        "gradient_accumulation_kwargs": None,
+    },
+}
+# Keys that are true by default in the other tools -> what is done here in any case.
+TRUE_BY_ITSELF = {
+    "average_tokens_across_devices": "a step's loss is the mean over all its labels",
+    "shuffle": "samples are shuffled, by seed",
+    "shuffle_merged_datasets": "the samples of all sources are shuffled together",
+    "shuffle_dataset": "samples are shuffled, by seed",
+    "remove_unused_columns": "other columns are not read",
+    "dataloader_in_order": "samples are always in the same order",
+    "logging_nan_inf_filter": "a loss that is not finite is never left out of a mean",
+    "bias_correction": "Adam corrects the bias of its averages",
 }
 
 # A key with a dot, as `optimizer.eps`, is foreign only in the section before the dot.
