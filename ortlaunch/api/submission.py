@@ -10,6 +10,7 @@ from ortlaunch.api.inputs import Source, read
 from ortlaunch.api.plans import resolved
 from ortlaunch.commands.submit import Queued, request_of, submit, without_effect
 from ortlaunch.errors import InputError
+from ortlaunch.launch import Request
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.run.preparation import run_folder
@@ -63,9 +64,9 @@ class Submission(NamedTuple):
         """Lines for the user."""
         return [*self.resolved.notes, *without_effect(self.resolved)]
 
-    def request(self) -> str:
+    def request(self) -> Request:
         """Return what would be sent to the scheduler."""
-        return str(request_of(preview(self.resolved), self.run, self.scheduler))
+        return request_of(preview(self.resolved), self.run, self.scheduler)
 
     def send(self) -> Queued:
         """Queue the job."""

@@ -133,12 +133,35 @@ def yaml_text(*documents: Mapping[str, object]) -> str:
     return yaml.dump_all(documents, Dumper=Dumper, sort_keys=False, width=1 << 20)
 
 
-def run_command(*argv: str, what: str, seconds: float = 60) -> subprocess.CompletedProcess[str]:
+def merged(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an object with a user's fields; lists of named items are merged by name."""
+    made = dict(ours)
+    for key, value in theirs.items():
+        there = made.get(key)
+        if isinstance(there, Mapping) and isinstance(value, Mapping):
+            made[key] = merged(there, value)
+        elif isinstance(there, list) and all(_is_named(one) for one in (*there, *value)):
+            named = {one["name"]: one for one in there}
+            named |= {one["name"]: merged(named.get(one["name"], {}), one) for one in value}
+            made[key] = list(named.values())
+        else:
+            made[key] = value
+    return made
+
+
+def _is_named(item: object) -> bool:
+    return isinstance(item, Mapping) and "name" in item
+
+
+def run_command(
+    *argv: str, what: str, seconds: float = 60, text: str | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run a scheduler's command, and return its result also after a failure.
 
     Args:
         what: advice for a host without that command.
         seconds: limit of the command's time.
+        text: the command's standard input; None: this process's own.
 
     Raises:
         MissingDependency: the command is not installed here.
@@ -147,20 +170,22 @@ def run_command(*argv: str, what: str, seconds: float = 60) -> subprocess.Comple
     if shutil.which(argv[0]) is None:
         raise MissingDependency(f"{argv[0]} not found: {what}; --dry-run prints the job anywhere")
     try:
-        return subprocess.run(argv, capture_output=True, text=True, timeout=seconds, check=False)
+        return subprocess.run(
+            argv, capture_output=True, text=True, timeout=seconds, check=False, input=text
+        )
     except subprocess.TimeoutExpired:
         raise LaunchError(
             f"{argv[0]} did not answer within {seconds:.0f} s; is its server up?"
         ) from None
 
 
-def command_output(*argv: str, what: str) -> str:
+def command_output(*argv: str, what: str, text: str | None = None) -> str:
     """Run a scheduler's command that must succeed, and return its output.
 
     Raises:
         LaunchError: it failed, with its own message.
     """
-    ended = run_command(*argv, what=what)
+    ended = run_command(*argv, what=what, text=text)
     if ended.returncode:
         raise LaunchError(f"{' '.join(argv[:3])}: {ended.stderr.strip() or ended.stdout.strip()}")
     return ended.stdout

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from ortlaunch.json_types import Json
 from ortlaunch.launch import JobState, Request
 from ortlaunch.rank import JOB_VARIABLE
-from ortlaunch.schedulers import QueuedRun, QueueState, command_output, yaml_text
+from ortlaunch.schedulers import QueuedRun, QueueState, command_output, merged, yaml_text
 
 __all__ = ["cancel", "logs", "request", "state", "submit"]
 
@@ -45,7 +45,7 @@ def request(job: QueuedRun) -> Request:
 
 def manifest(job: QueuedRun) -> str:
     """Return the text of the job for `az ml job create` and azure-ai-ml's load_job."""
-    return f"{job.headline}\n{yaml_text(description(job))}"
+    return f"{job.headline}\n{yaml_text(merged(description(job), job.options['azureml']['job']))}"
 
 
 def description(job: QueuedRun) -> Json:

@@ -11,9 +11,10 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ortlaunch.errors import LaunchError
 from ortlaunch.launch import JobState, Request
 from ortlaunch.rank import EXIT_SAVED, JOB_VARIABLE, NO_FAULT
-from ortlaunch.schedulers import QueuedRun, QueueState, command_output, yaml_text
+from ortlaunch.schedulers import QueuedRun, QueueState, command_output, merged, yaml_text
 
 __all__ = ["cancel", "logs", "request", "state", "submit"]
 
@@ -51,10 +52,8 @@ def objects(job: QueuedRun) -> list[Object]:
     own = job.options["kubernetes"]
     made = [_object("v1", "ConfigMap", job, data={"recipe.yaml": job.recipe})]
     if own["kind"] == "trainjob":
-        return [
-            *made,
-            _object("trainer.kubeflow.org/v1alpha1", "TrainJob", job, spec=_trainjob(job)),
-        ]
+        spec = merged(_trainjob(job), own["job"])
+        return [*made, _object("trainer.kubeflow.org/v1alpha1", "TrainJob", job, spec=spec)]
     # A service without an address: it gives each pod a host name, before the pod is ready.
     if len(job.plan.nodes) > 1:
         names = {
@@ -63,7 +62,7 @@ def objects(job: QueuedRun) -> list[Object]:
             "selector": {_LABEL: name_of(job)},
         }
         made.append(_object("v1", "Service", job, spec=names))
-    return [*made, _object("batch/v1", "Job", job, spec=_job(job))]
+    return [*made, _object("batch/v1", "Job", job, spec=merged(_job(job), own["job"]))]
 
 
 def name_of(job: QueuedRun) -> str:
@@ -78,12 +77,21 @@ def name_of(job: QueuedRun) -> str:
 def _object(version: str, kind: str, job: QueuedRun, **parts: Any) -> Object:
     own = job.options["kubernetes"]
     name = name_of(job)
-    labels = {"app.kubernetes.io/managed-by": "ortlaunch", _LABEL: name}
+    labels = {"app.kubernetes.io/managed-by": "ortlaunch", **_labels(job)}
     # Kueue admits the job when its queue has room.
     if own["queue"] and kind in ("Job", "TrainJob"):
         labels["kueue.x-k8s.io/queue-name"] = own["queue"]
-    metadata = {"name": name, "namespace": own["namespace"], "labels": labels}
+    metadata = {"name": name, "namespace": own["namespace"], "labels": labels, **_notes(job)}
     return {"apiVersion": version, "kind": kind, "metadata": metadata, **parts}
+
+
+def _labels(job: QueuedRun) -> dict[str, str]:
+    return {**job.options["kubernetes"]["labels"], _LABEL: name_of(job)}
+
+
+def _notes(job: QueuedRun) -> Object:
+    own = job.options["kubernetes"]["annotations"]
+    return {"annotations": dict(own)} if own else {}
 
 
 def _job(job: QueuedRun) -> Object:
@@ -94,13 +102,14 @@ def _job(job: QueuedRun) -> Object:
     pod["containers"] = [
         {"name": _CONTAINERS["job"], **_container(job), "volumeMounts": _mounts(job)}
     ]
+    pod = merged(pod, job.options["kubernetes"]["pod"])
     return {
         "completionMode": "Indexed",
         "completions": count,
         "parallelism": count,
         "backoffLimit": job.restarts,
         "podFailurePolicy": {"rules": list(_failures(job))},
-        "template": {"metadata": {"labels": {_LABEL: name_of(job)}}, "spec": pod},
+        "template": {"metadata": {"labels": _labels(job), **_notes(job)}, "spec": pod},
     }
 
 
@@ -148,7 +157,10 @@ def _trainjob(job: QueuedRun) -> Object:
     # The schema of Kubeflow Trainer 2.2 has no such field.
     if own["trainer"] == "v2.2":
         del pod["terminationGracePeriodSeconds"]
-    nodes = {"name": "node", "template": {"spec": {"template": {"spec": pod}}}}
+    template: Object = {"spec": merged(pod, own["pod"])}
+    if own["labels"] or own["annotations"]:
+        template["metadata"] = {"labels": dict(own["labels"]), **_notes(job)}
+    nodes = {"name": "node", "template": {"spec": {"template": template}}}
     patch = {"template": {"spec": {"replicatedJobs": [nodes]}}}
     patches = [{"manager": "ortlaunch/submit", "trainingRuntimeSpec": patch}]
     return {"runtimeRef": {"name": own["runtime"]}, "trainer": trainer, "runtimePatches": patches}
@@ -244,14 +256,29 @@ def _id(job: QueuedRun) -> str:
 
 
 def submit(request: Request) -> str:
-    """Write the manifest, create its objects and return the job's id."""
+    """Write the manifest, create its objects and return the job's id.
+
+    The job owns the other objects: they end with it. If one of them is refused, the job is deleted.
+    """
+    # Imported here: only a submission reads the manifest again.
+    import yaml
+
     request.write_files()
-    # kubectl prints a line for each object in the manifest's order: the job's comes last.
-    made = command_output(*request.argv, what=_WHAT).split()
-    namespace = next(
-        word.partition("=")[2] for word in request.argv if word.startswith("--namespace=")
-    )
-    return f"{namespace}/{made[-1]}"
+    *others, own = yaml.safe_load_all(request.files[0][1])
+    namespace = own["metadata"]["namespace"]
+    create = ("kubectl", "create", f"--namespace={namespace}", "--filename=-", "--output=json")
+    made = json.loads(command_output(*create, what=_WHAT, text=yaml_text(own)))
+    owner = {key: own[key] for key in ("apiVersion", "kind")}
+    owner |= {key: made["metadata"][key] for key in ("name", "uid")}
+    for each in others:
+        each["metadata"]["ownerReferences"] = [owner]
+    job = f"{namespace}/{_RESOURCES[own['kind'].lower()]}/{made['metadata']['name']}"
+    try:
+        command_output(*create, what=_WHAT, text=yaml_text(*others))
+    except LaunchError:
+        cancel(job)
+        raise
+    return job
 
 
 def state(job: str) -> QueueState | None:

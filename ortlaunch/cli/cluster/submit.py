@@ -1,5 +1,6 @@
 """`ortlaunch submit`."""
 
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -33,7 +34,10 @@ def submit(
     # Standard output is for scripts, which read the job's id from it.
     _print_notes(submission.notes)
     if dry_run:
-        typer.echo(submission.request())
+        request = submission.request()
+        typer.echo(request.files[0][1], nl=False)
+        told = f"would be {request.files[0][0]}, sent by: {shlex.join(request.argv)}"
+        _print_notes([told])
         return
     queued = submission.send()
     _print_notes(queued.notes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -16,6 +16,29 @@ KubernetesName = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9
 # Kubernetes' resource quantities: a decimal number with a binary, a decimal or an exponent suffix.
 Quantity = Annotated[
     str, Field(pattern=r"^([0-9]+(\.[0-9]*)?|\.[0-9]+)([KMGTPE]i|[munkMGTPE]|[eE][-+]?[0-9]+)?$")
+]
+# A DNS subdomain (RFC 1123), the name of most objects.
+ObjectName = Annotated[
+    str,
+    Field(
+        pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$", max_length=253
+    ),
+]
+# The key of a label, and a resource: a name of at most 63 letters, after a domain and a slash.
+LabelKey = Annotated[
+    str,
+    Field(
+        pattern=r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$"
+    ),
+]
+LabelValue = Annotated[str, Field(pattern=r"^([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?$")]
+# A registry with its port, a path, a tag and a digest.
+Image = Annotated[
+    str,
+    Field(
+        pattern=r"^([A-Za-z0-9.-]+(:[0-9]+)?/)?[a-z0-9]+([._/-]+[a-z0-9]+)*"
+        r"(:[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?(@sha256:[0-9a-f]{64})?$"
+    ),
 ]
 # A path in a pod: absolute, without blanks, colons and commas.
 Path = Annotated[str, Field(pattern=r"^/[^\s:,]*$")]
@@ -44,12 +67,12 @@ class Kubernetes(Section):
     """Version of Kubeflow Trainer for `trainjob`; v2.3 is for later ones, too. A manifest for v2.2
     has no grace period of the pods: the runtime's applies (30 s by default), and
     `launch.grace_seconds` must fit into it."""
-    image: Text
+    image: Image
     """Image of the pods; it must contain ortlaunch."""
     runs: Path
     """Folder in which run folders are created, as pods see it, on one of `volumes`; as
     `/data/runs`."""
-    volumes: Annotated[dict[Text, Path], Field(min_length=1)]
+    volumes: Annotated[dict[ObjectName, Path], Field(min_length=1)]
     """Volume claims and their paths in the pods, as `{training: /data}`; several pods need a volume
     that all can write to."""
     workdir: Path = "/workspace"
@@ -57,15 +80,15 @@ class Kubernetes(Section):
     own modules."""
     namespace: KubernetesName = "default"
     """Namespace."""
-    queue: Text | None = None
+    queue: ObjectName | None = None
     """Kueue's local queue."""
-    runtime: Text = "torch-distributed"
+    runtime: ObjectName = "torch-distributed"
     """The TrainJob's cluster-wide runtime, one with `torch` and a job `node`."""
-    secret: Text | None = None
+    secret: ObjectName | None = None
     """Secret with the variables that `launch.forward` names, as its keys; the manifest contains
     only their names."""
     # The name that NVIDIA's device plugin gives its resource; AMD's is `amd.com/gpu`.
-    gpu: Text = "nvidia.com/gpu"
+    gpu: LabelKey = "nvidia.com/gpu"
     """Resource of which each rank requests one, where `launch.device` is cuda."""
     cpu: Quantity | None = None
     """Cores of each pod, as `"96"`."""
@@ -74,10 +97,23 @@ class Kubernetes(Section):
     # The container runtime's default is 64 MiB, which is too small for NCCL.
     shared_memory: Quantity = "16Gi"
     """Size of /dev/shm, which NCCL uses within a pod; it counts as memory."""
-    node_selector: dict[Text, str] = {}
+    node_selector: dict[LabelKey, LabelValue] = {}
     """Labels of nodes that pods may run on."""
-    service_account: Text | None = None
+    service_account: ObjectName | None = None
     """Service account of the pods."""
+    labels: dict[LabelKey, LabelValue] = {}
+    """More labels of the objects and the pods."""
+    annotations: dict[LabelKey, str] = {}
+    """Annotations of the objects and the pods."""
+    pod: dict[Text, Any] = {}
+    """More fields of the pods' spec, as Kubernetes names them: `{tolerations: [{key: gpu, operator:
+    Exists}], securityContext: {runAsNonRoot: true}, imagePullSecrets: [{name: registry}],
+    priorityClassName: high}`. Mappings are merged with ours, lists of named items by name: the
+    container is `train` (`node` of a TrainJob), as `{containers: [{name: train, resources:
+    {requests: {memory: 500Gi}, limits: {rdma/hca: "8"}}}]}`. Kubernetes checks them."""
+    job: dict[Text, Any] = {}
+    """More fields of the Job's or the TrainJob's spec, as `{ttlSecondsAfterFinished: 86400,
+    activeDeadlineSeconds: 172800}`, merged in the same way."""
 
 
 class AzureMl(Section):
@@ -105,6 +141,10 @@ class AzureMl(Section):
     """Workspace; null: that of `az configure --defaults`."""
     resource_group: Text | None = None
     """Resource group; null: that of `az configure --defaults`."""
+    job: dict[Text, Any] = {}
+    """More fields of the command job, as Azure ML names them, merged with ours: `{identity: {type:
+    managed}, limits: {timeout: 172800}, tags: {team: nlp}, queue_settings: {job_tier: standard},
+    resources: {instance_type: Standard_ND96asr_v4}}`."""
 
 
 class Submit(Section):

@@ -365,6 +365,13 @@ DIALECTS: dict[str, dict[str, str]] = {
         "model.lora.rank": "model.lora.r",
         "model.lora.lora_rank": "model.lora.r",
     },
+    "Kubernetes": {
+        f"submit.kubernetes.{name}": "submit.kubernetes.pod, with this field"
+        for name in (
+            *("tolerations", "affinity", "securityContext", "imagePullSecrets", "schedulerName"),
+            *("priorityClassName", "hostNetwork", "initContainers", "containers"),
+        )
+    },
     "accelerate": {
         **dict.fromkeys(
             (

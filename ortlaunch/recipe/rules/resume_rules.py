@@ -211,14 +211,16 @@ RULES: dict[str, RuleOf] = {
         "submit.kubernetes",
     ),
     **_all(
-        _EFFECT, "memory shared_memory node_selector service_account trainer", "submit.kubernetes"
+        _EFFECT,
+        "memory shared_memory node_selector service_account trainer labels annotations pod job",
+        "submit.kubernetes",
     ),
     **_all(
         _EFFECT,
         "compute environment runs data code distribution experiment shared_memory",
         "submit.azureml",
     ),
-    **_all(_EFFECT, "workspace resource_group", "submit.azureml"),
+    **_all(_EFFECT, "workspace resource_group job", "submit.azureml"),
 }
 # Values that are no fields of the recipe: the resolved world, the data as they were read, code and
 # packages.

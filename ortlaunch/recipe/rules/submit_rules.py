@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import posixpath
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -11,7 +13,14 @@ from ortlaunch.recipe.text.place import SECRET, Problem
 
 if TYPE_CHECKING:
     from ortlaunch.recipe.fields.recipe import Recipe
+    from ortlaunch.recipe.fields.submit import Kubernetes
 
+# Fields of a pod and of a job that decide how ranks start and how an end counts.
+_POD = {"restartPolicy", "subdomain", "hostname", "terminationGracePeriodSeconds"}
+_JOB = {"completionMode", "completions", "parallelism", "backoffLimit", "podFailurePolicy", "template",
+        "trainer", "runtimeRef", "runtimePatches"}  # fmt: skip
+# Folders of a pod that have a volume of ortlaunch's.
+_TAKEN = ("/dev/shm", "/etc/ortlaunch")
 # A shell line that sets a variable: `X=1`, `export X=1` or `declare -x X=1`.
 _EXPORT = re.compile(r"\s*(?:export\s+|declare\s+-x\s+)?([A-Za-z_][A-Za-z0-9_]*)=")
 
@@ -76,6 +85,34 @@ def _texts(value: object, path: str) -> Iterator[tuple[str, str]]:
             yield from _texts(inner, path)
 
 
+def _of_paths(pods: Kubernetes) -> Iterator[Problem]:
+    """Yield the problems of paths in the pods: `..`, and two volumes at one place."""
+    taken: dict[str, str] = dict.fromkeys(_TAKEN, "which ortlaunch uses itself")
+    for name, path in pods.volumes.items():
+        where = posixpath.normpath(path)
+        if where in taken:
+            yield ("submit.kubernetes.volumes",), f"{name}: got {path}, {taken[where]}"
+        taken[where] = f"where {name} is mounted"
+    for field in ("runs", "workdir", "volumes"):
+        value = getattr(pods, field)
+        paths = value.values() if field == "volumes" else [value]
+        if found := [path for path in paths if ".." in path.split("/")]:
+            yield (f"submit.kubernetes.{field}",), f"got {found[0]}; write it without `..`"
+
+
+def _bytes(quantity: str) -> float:
+    """Return the bytes of a quantity of Kubernetes, such as 1.5Gi, 100M, 1e9 or 128000m."""
+    match = re.match(r"([0-9.]+)(?:([munkMGTPE]?)(i?)$|(.*))", quantity)
+    assert match is not None, quantity
+    number, unit, binary, exponent = match.groups()
+    if exponent:
+        return float(quantity)
+    if unit in ("n", "u", "m"):
+        return float(number) / 1000.0 ** (3 - "num".index(unit))
+    power = " kMGTPE".index((unit or " ").replace("K", "k"))
+    return float(number) * (1024.0 if binary else 1000.0) ** power
+
+
 def _of_pods(recipe: Recipe) -> Iterator[Problem]:
     submit = recipe.submit
     forward = recipe.launch.forward
@@ -101,6 +138,15 @@ def _of_pods(recipe: Recipe) -> Iterator[Problem]:
             ("submit.kubernetes.runs",),
             f"got {pods.runs}, which is on none of the volumes ({paths}): lost with its pod",
         )
+    yield from _of_paths(pods)
+    if _bytes(pods.shared_memory) > (_bytes(pods.memory) if pods.memory else math.inf):
+        yield (
+            ("submit.kubernetes.shared_memory", "submit.kubernetes.memory"),
+            f"{pods.shared_memory} of /dev/shm count as memory, of which the pod has {pods.memory}",
+        )
+    for field, owned in (("pod", _POD), ("job", _JOB)):
+        for key in sorted(owned & set(getattr(pods, field))):
+            yield (f"submit.kubernetes.{field}",), f"got {key}, which ortlaunch sets itself"
     if submit.scheduler == "kubernetes" and forward and pods.secret is None:
         yield (
             ("launch.forward",),

@@ -15,7 +15,7 @@ import yaml
 
 from ortlaunch import recipe
 from ortlaunch.commands.submit import request_of, submit, without_effect
-from ortlaunch.errors import InputError, LaunchError, MissingDependency, PlanError
+from ortlaunch.errors import InputError, LaunchError, MissingDependency, PlanError, RecipeError
 from ortlaunch.launch import JobState, Request
 from ortlaunch.other_runs.cancel import cancel
 from ortlaunch.other_runs.logs import output
@@ -24,6 +24,7 @@ from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.resolve.resolve import ResolvedRun, resolve
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.schedulers import QueueState, azureml, kubernetes
+from tests.control.typed import Run
 
 pytestmark = pytest.mark.usefixtures("workbench")
 # Manifests that are compared as a whole.
@@ -271,6 +272,111 @@ def test_options() -> None:
     assert "--workspace-name=w" in requested("bert-large", "azureml", own).argv
 
 
+def test_a_part_that_is_refused(fake: Path) -> None:
+    """A job whose recipe or service the cluster refuses is deleted, and the run can be queued."""
+    (fake / "refused").write_text("Service")
+    run = RunDir("x-20260101-000000")
+    with pytest.raises(LaunchError, match="Forbidden: Service"):
+        submit(resolved("bert-large", "job"), run.path, run, "kubernetes")
+    assert "kubectl delete job.batch/x-20260101-000000" in (fake / "calls").read_text()
+    (fake / "refused").unlink()
+    assert submit(resolved("bert-large", "job"), run.path, run, "kubernetes").number
+
+
+# What platform teams add; the third is of a cluster with RDMA.
+MORE = {
+    "pod": {
+        "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
+        "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
+        "imagePullSecrets": [{"name": "registry"}],
+        "priorityClassName": "high",
+        "volumes": [{"name": "scratch", "emptyDir": {}}],
+        "containers": [
+            {
+                "name": "train",
+                "resources": {"requests": {"memory": "500Gi"}, "limits": {"rdma/hca": "8"}},
+                "volumeMounts": [{"name": "scratch", "mountPath": "/scratch"}],
+            }
+        ],
+    },
+    "job": {"ttlSecondsAfterFinished": 86400, "activeDeadlineSeconds": 172800},
+    "labels": {"team": "nlp"},
+    "annotations": {"example.com/cost": "42"},
+}
+
+
+def test_fields_of_a_platform() -> None:
+    """Fields of the pod and the job are merged with ours; every one is in the schema."""
+    pods = f"{PODS}, {json.dumps(MORE)[1:]}"
+    job = documents("bert-large", "job", pods)[-1]
+    assert unknown(job) == []
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["resources"] == {
+        "limits": {"nvidia.com/gpu": "8", "rdma/hca": "8"},
+        "requests": {"memory": "500Gi"},
+    }
+    assert [each["name"] for each in container["volumeMounts"]] == [
+        "recipe",
+        "shm",
+        "data-0",
+        "scratch",
+    ]
+    assert [each["name"] for each in pod["volumes"]] == ["recipe", "shm", "data-0", "scratch"]
+    assert (pod["priorityClassName"], pod["restartPolicy"]) == ("high", "Never")
+    assert (job["spec"]["ttlSecondsAfterFinished"], job["spec"]["completions"]) == (86400, 4)
+    for metadata in (job["metadata"], job["spec"]["template"]["metadata"]):
+        assert metadata["labels"]["team"] == "nlp"
+        assert metadata["annotations"] == {"example.com/cost": "42"}
+    own = (
+        "submit.azureml={compute: c, environment: azureml:a@latest, job: {tags: {a: b}, resources: "
+    )
+    azure = documents("bert-large", "azureml", own + "{instance_type: ND96}}}")[0]
+    assert (azure["tags"], azure["resources"]) == (
+        {"a": "b"},
+        {"instance_count": 4, "shm_size": "16g", "instance_type": "ND96"},
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"volumes": {"Bad Claim": "/data"}}, "Bad Claim"),
+        ({"volumes": {"a": "/data", "b": "/data/"}}, "b: got /data/, where a is mounted"),
+        ({"volumes": {"a": "/data", "b": "/dev/shm"}}, "b: got /dev/shm, which ortlaunch uses"),
+        ({"image": "bad image:latest:x"}, "bad image:latest:x"),
+        ({"image": "Repo/Train"}, "Repo/Train"),
+        ({"queue": "Bad Queue"}, "Bad Queue"),
+        ({"service_account": "A_b"}, "A_b"),
+        ({"secret": "S_1"}, "S_1"),
+        ({"gpu": "bad resource"}, "bad resource"),
+        ({"node_selector": {"a b": "c d"}}, "a b"),
+        ({"labels": {"a": "x y"}}, "x y"),
+        ({"runs": "/data/../x"}, "write it without `..`"),
+        ({"memory": "8Gi"}, "16Gi of /dev/shm count as memory, of which the pod has 8Gi"),
+        ({"shared_memory": "1e9", "memory": "900M"}, "1e9 of /dev/shm"),
+        ({"pod": {"restartPolicy": "Always"}}, "got restartPolicy, which ortlaunch sets itself"),
+        ({"job": {"completions": 1}}, "got completions, which ortlaunch sets itself"),
+        ({"tolerations": []}, "submit.kubernetes.pod, with this field"),
+    ],
+)
+def test_names_that_kubernetes_refuses(given: dict[str, Any], said: str) -> None:
+    """Names, paths and sizes that the server would refuse are refused before anything is sent."""
+    pods = {"image": "repo/train:1", "runs": "/data/runs", "volumes": {"training": "/data"}}
+    with pytest.raises(RecipeError, match=re.escape(said)):
+        resolved("bert-large", "job", f"submit.kubernetes={json.dumps({**pods, **given})}")
+
+
+def test_the_manifest_alone_is_printed(ortlaunch: Run, tmp_path: Path) -> None:
+    """Standard output of --dry-run is a manifest that another program can read."""
+    pods = f"{PODS}}}"
+    words = (*WORLD, pods, "submit.scheduler=kubernetes")
+    found = ortlaunch("submit", "bert-large/phase1", *words, "--dry-run")
+    kinds = [each["kind"] for each in yaml.safe_load_all(found.out)]
+    assert kinds == ["ConfigMap", "Service", "Job"]
+    assert "sent by: kubectl create" in found.err
+
+
 def test_what_is_slurms_is_said() -> None:
     """Fields that only Slurm has are named for another scheduler."""
     asked = resolved("bert-large", "job", "submit.partition=gpu", "submit.exclusive=true")
@@ -322,7 +428,14 @@ def test_a_failure_that_saved() -> None:
 FAKE = """#!/bin/sh
 echo "$(basename "$0") $*" >> {here}/calls
 case "$*" in
-*create*) echo {made} ;;
+"ml job create"*) echo blue ;;
+*create*)
+    cat > {here}/sent
+    (echo ---; cat {here}/sent) >> {here}/all
+    if test -f {here}/refused && grep -q "kind: $(cat {here}/refused)" {here}/sent; then
+        echo "Forbidden: $(cat {here}/refused)" >&2; exit 1
+    fi
+    echo '{{"metadata": {{"name": "x-20260101-000000", "uid": "u-1"}}}}' ;;
 *delete*|*cancel*) rm -f {here}/answer ;;
 *logs*|*stream*) echo hello ;;
 *) test -f {here}/answer && cat {here}/answer; : ;;
@@ -333,10 +446,10 @@ esac
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """kubectl and az that record their calls and print the contents of `answer`."""
-    for name, made in (("kubectl", "job.batch/x-20260101-000000"), ("az", "blue")):
+    for name in ("kubectl", "az"):
         path = tmp_path / "bin" / name
         path.parent.mkdir(exist_ok=True)
-        path.write_text(FAKE.format(here=tmp_path, made=made))
+        path.write_text(FAKE.format(here=tmp_path))
         path.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
     return tmp_path
@@ -358,10 +471,12 @@ def test_a_run_in_pods(fake: Path) -> None:
     assert cancel(run).startswith("cancelled\n")
     assert read_status(run).state is JobState.CANCELLED
     calls = (fake / "calls").read_text().splitlines()
-    assert (
-        calls[0] == f"kubectl create --namespace=default --filename={run.path.resolve()}/job.yaml "
-        "--output=name"
-    )
+    assert calls[:2] == ["kubectl create --namespace=default --filename=- --output=json"] * 2
+    # The job is first, and owns the others.
+    job, *others = yaml.safe_load_all((fake / "all").read_text())
+    owner = {"apiVersion": "batch/v1", "kind": "Job", "name": "x-20260101-000000", "uid": "u-1"}
+    assert job["kind"] == "Job"
+    assert [each["metadata"]["ownerReferences"] for each in others] == [[owner], [owner]]
     assert (
         "--selector=ortlaunch.run=x-20260101-000000,batch.kubernetes.io/job-completion-index=0"
         in "".join(calls)
