@@ -11,6 +11,7 @@ and the script then requeues the job.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import time
@@ -24,7 +25,13 @@ from ortlaunch.launch.record import JobRecord
 from ortlaunch.launch.restart_policy import in_vain, restarts_without_progress
 from ortlaunch.other_runs.queued import is_prepared
 from ortlaunch.rank import EXIT_SAVED
-from ortlaunch.run_folder.folder import COMPLETE, RunDir, write_text
+from ortlaunch.run_folder.cause_text import OURS
+from ortlaunch.run_folder.folder import COMPLETE, RunDir, read_text, write_text
+from ortlaunch.schedulers.slurm import TURN
+
+_FIRST_TASK = re.compile(r"task 0: Exited with exit code (\d+)")
+# Slurm's words where it ends a step itself; a rank's end is another matter.
+_BY_SLURM = re.compile(r"Task launch for \S+ failed|CANCELLED AT .* DUE TO (?!TIME LIMIT)")
 
 
 def main() -> int:
@@ -48,12 +55,21 @@ def main() -> int:
 def _end(run: RunDir, status: int) -> End:
     if is_prepared(run):
         end = explain_end(run, status)
+        ended = [line for line in _lines(run) if _BY_SLURM.search(line)]
+        if ended and first_failure(run) is None:
+            end = End.of(status, Failure(Cause.UNKNOWN, f"Slurm ended the ranks: {ended[0]}"))
     # An earlier start of the job had completed the run.
     elif status == 0 and run.request.exists():
         return End(0, f"done: {run}")
     else:
-        why = f"srun ended with status {status} before rank 0 prepared {run}; see above"
-        end = End.of(status or 1, Failure(Cause.UNKNOWN, why))
+        said = _lines(run)
+        # The first task's status; srun's may be that of a task which was ended after it.
+        first = [found[1] for line in said if (found := _FIRST_TASK.search(line))]
+        status = int(first[-1]) if first else status or 1
+        own = [line for line in said if not line.startswith(("srun:", "slurmstepd:"))]
+        why = f"srun ended with status {status} before rank 0 prepared {run}"
+        last = own[-1].removeprefix(OURS) if own else "its output says no more"
+        end = End.of(status, Failure(Cause.UNKNOWN, f"{why}: {last}"))
     if end.status == EXIT_SAVED and _is_in_vain(run):
         why = (
             "the time limit was reached before the first step; raise submit.time or lower "
@@ -61,6 +77,15 @@ def _end(run: RunDir, status: int) -> End:
         )
         return end.followed_by(f"not requeued: {why}")._replace(status=1)
     return end
+
+
+def _lines(run: RunDir) -> list[str]:
+    """Return the lines that this turn of the job has printed so far."""
+    path = run.logs / f"slurm-{os.environ.get('SLURM_JOB_ID')}.out"
+    # Turns append to one file.
+    lines = read_text(path).splitlines() if path.exists() else []
+    begins = [number for number, line in enumerate(lines) if line.startswith(TURN)]
+    return [line.strip() for line in lines[begins[-1] + 1 if begins else 0 :] if line.strip()]
 
 
 def _is_in_vain(run: RunDir) -> bool:
@@ -99,7 +124,7 @@ def _after_a_fault(run: RunDir, record: JobRecord, end: End, limit: int) -> tupl
         return record, end.followed_by(reason)
     write_text(run.requeue_request, "")
     used = f"restart {restarts_without_progress(attempts) + 1} of {limit} without progress"
-    said = f"attempt {failed.number} failed; the job is requeued ({used})"
+    said = f"attempt {failed.number} failed; a requeue is requested ({used})"
     return replace(record, state=JobState.PENDING), end.followed_by(said)
 
 

@@ -12,6 +12,7 @@ from itertools import islice
 from ortlaunch.errors import InputError, OrtlaunchError
 from ortlaunch.launch import JobState
 from ortlaunch.other_runs import registry
+from ortlaunch.other_runs.queued import SharedQueue
 from ortlaunch.other_runs.status import Status, read_status
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.units import number
@@ -42,19 +43,20 @@ def newest_statuses(
     if state is not None and state not in states:
         raise InputError(f"state: got {state}; one of {', '.join(states)}")
     keeps = _limit(metric) if metric else lambda status: True
+    queue = SharedQueue()
     found = (
         status
         for run in registry.runs()
         if fnmatchcase(str(run), f"*{name}*")
-        for status in _readable(run)
+        for status in _readable(run, queue)
         if state in (None, status.state.value) and keeps(status)
     )
     return list(islice(found, newest))
 
 
-def _readable(run: RunDir) -> Iterator[Status]:
+def _readable(run: RunDir, queue: SharedQueue) -> Iterator[Status]:
     with contextlib.suppress(OrtlaunchError):
-        yield read_status(run)
+        yield read_status(run, queue)
 
 
 def _limit(metric: str) -> Callable[[Status], bool]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
 
@@ -13,7 +14,7 @@ from ortlaunch.launch import JobState
 from ortlaunch.launch.failure import End, explain_end
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.rank import EXIT_SAVED
-from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.run_folder.folder import RunDir, read_text
 from ortlaunch.schedulers import SCHEDULERS, QueueState, scheduler
 
 # A preempted job is not among them: the scheduler may queue it again.
@@ -22,6 +23,8 @@ _LAST = (
     JobState.FAILED,
     JobState.CANCELLED,
 )
+# Returns the state of a job in its queue; None if the queue does not know it.
+Queue = Callable[[JobRecord], QueueState | None]
 # Slurm's default KillWait is 30 s, and the processes have to be reaped after that.
 _END_SECONDS = 120
 _POLL_SECONDS = 1.0
@@ -32,11 +35,47 @@ def is_queued(job: JobRecord) -> bool:
     return job.backend in SCHEDULERS
 
 
-def found(run: RunDir, job: JobRecord) -> JobRecord:
+def ask(job: JobRecord) -> QueueState | None:
+    """Return the state of one job in its queue; None if the queue does not know it."""
+    return scheduler(job.backend).state(job.id)
+
+
+class SharedQueue:
+    """The queue's answers for many runs: one question for all, and none after a failure.
+
+    A controller that is away answers each question after some 20 s.
+    """
+
+    def __init__(self) -> None:
+        """Ask nothing yet."""
+        self._states: dict[str, dict[str, QueueState]] = {}
+        self._failures: dict[str, LaunchError] = {}
+
+    def __call__(self, job: JobRecord) -> QueueState | None:
+        """Return the state of a job, as `ask` does.
+
+        Raises:
+            LaunchError: the scheduler does not answer, or has not answered for an earlier job.
+        """
+        name = job.backend
+        if name in self._failures:
+            raise self._failures[name]
+        try:
+            if name not in self._states:
+                self._states[name] = scheduler(name).states()
+            there = self._states[name].get(job.id)
+            # A run that saved, and is not in the queue, waits for its next submission.
+            return there if there is not None or job.state.is_end else ask(job)
+        except LaunchError as error:
+            self._failures[name] = error
+            raise
+
+
+def found(run: RunDir, job: JobRecord, queue: Queue = ask) -> JobRecord:
     """Return the record with the queue's state, and with a verdict if none was recorded."""
     if job.state in _LAST:
         return job
-    seen = scheduler(job.backend).state(job.id)
+    seen = queue(job)
     if seen is None:
         return job if job.state.is_end else _ended(run, job, None)
     if not seen.state.is_end:
@@ -45,8 +84,16 @@ def found(run: RunDir, job: JobRecord) -> JobRecord:
     written = JobRecord.read(run)
     if written is not None and written.id == job.id and written.state.is_end:
         cancelled_later = written.state is JobState.PREEMPTED and seen.state is JobState.CANCELLED
-        return _ended(run, job, seen) if cancelled_later else written
+        if not cancelled_later:
+            return replace(written, verdict=f"{written.verdict}{_refusal(run)}")
     return _ended(run, job, seen)
+
+
+def _refusal(run: RunDir) -> str:
+    """Return a line on a requeue that the scheduler refused; "" if it refused none."""
+    # The job's script writes the scheduler's words into the request.
+    said = read_text(run.requeue_request).strip() if run.requeue_request.exists() else ""
+    return f"\n{said}; `ortlaunch submit` with this run folder continues it" if said else ""
 
 
 def is_prepared(run: RunDir) -> bool:
@@ -105,7 +152,8 @@ def _ended(run: RunDir, job: JobRecord, seen: QueueState | None) -> JobRecord:
         if cancelled
         else end.status or (0 if state is JobState.SUCCEEDED else 1)
     )
-    record = job.at_end(state, status, f"{job.backend} says: {words}\n{end.text}", end.failure)
+    verdict = f"{job.backend} says: {words}\n{end.text}{_refusal(run)}"
+    record = job.at_end(state, status, verdict, end.failure)
     record.write(run)
     return record
 

@@ -132,14 +132,17 @@ class Status:
         return ", ".join([f"step {self.step}{of}", *values]) + when
 
 
-def read_status(run: RunDir) -> Status:
+def read_status(run: RunDir, queue: queued.Queue = queued.ask) -> Status:
     """Return the current status of a run.
+
+    Args:
+        queue: returns the state of a job in its queue; a list of runs shares a SharedQueue.
 
     Raises:
         InputError: the folder is not that of a run, or this user may not read its files.
     """
     try:
-        return _read_status(run)
+        return _read_status(run, queue)
     except PermissionError as error:
         raise InputError(
             f"{error.filename}: no permission to read it; use the user who started the run"
@@ -175,11 +178,11 @@ def elsewhere(job: JobRecord, run: RunDir | str, verb: str) -> str:
     )
 
 
-def _read_status(run: RunDir) -> Status:
+def _read_status(run: RunDir, queue: queued.Queue) -> Status:
     recorded = _job(run)
     wrong = list[str]()
     certain = recorded.state.is_end or queued.is_queued(recorded) or recorded.process.is_here
-    job = _or_fault(wrong, lambda: _found(run, recorded), recorded) if certain else recorded
+    job = _or_fault(wrong, lambda: _found(run, recorded, queue), recorded) if certain else recorded
     plan = _or_fault(wrong, lambda: Plan.read(run.plan) if run.plan.exists() else None, None)
     steps = _or_fault(wrong, lambda: _steps(run), None)
     metrics = _newest_metrics(run, wrong)
@@ -253,10 +256,10 @@ def _job(run: RunDir) -> JobRecord:
     return job
 
 
-def _found(run: RunDir, job: JobRecord) -> JobRecord:
+def _found(run: RunDir, job: JobRecord, queue: queued.Queue) -> JobRecord:
     """Return the record with the job's current state, and with a verdict if none was recorded."""
     if queued.is_queued(job):
-        return queued.found(run, job)
+        return queued.found(run, job, queue)
     # A job that no launcher of ours started (`inside`) is checked by its process alone.
     state = backend(job.backend if job.backend in LAUNCHERS else "local").state(job)
     if not state.is_end or job.state.is_end:

@@ -28,7 +28,7 @@ _SENTENCES = {
     ),
     Cause.DISK_FULL: "no space left on device ({detail}), so no rank could write its error record",
     Cause.RANK_VANISHED: (
-        "{who} disappeared without an error record (usually SIGKILL, often out of memory){memory}"
+        "{who} disappeared without an error record (usually SIGKILL, often out of memory{memory})"
     ),
     Cause.NEVER_BEGAN: "{absent}, and the launcher ended with status {status}{memory}",
     Cause.SIGNALLED: (
@@ -202,7 +202,7 @@ def kernel_kills(failure: Failure) -> str:
     """Return the kernel's count of out-of-memory kills as a clause of a sentence, else ""."""
     # None: the control group could not be read, so a kill is only a guess.
     if failure.memory_kills is None and failure.cause is Cause.RANK_VANISHED:
-        return " (often the kernel's out-of-memory killer: see dmesg there)"
+        return ": see dmesg there"
     if not failure.memory_kills:
         return ""
     return (

@@ -93,6 +93,9 @@ class Scheduler(Protocol):
             LaunchError: the scheduler refused, with its own message.
         """
 
+    def states(self) -> dict[str, QueueState]:
+        """Return the states of many jobs of this user at once; others are read by `state`."""
+
     def state(self, job: str) -> QueueState | None:
         """Return the state of the job; None if the scheduler does not know it any more."""
 

@@ -15,7 +15,7 @@ from ortlaunch.launch import JobState, Request
 from ortlaunch.rank import JOB_VARIABLE
 from ortlaunch.schedulers import QueuedRun, QueueState, command_output, merged, yaml_text
 
-__all__ = ["cancel", "logs", "request", "state", "submit"]
+__all__ = ["cancel", "logs", "request", "state", "states", "submit"]
 
 _SCHEMA = "https://azuremlschemas.azureedge.net/latest/commandJob.schema.json"
 _WHAT = "use a host with `az extension add --name ml`"
@@ -121,6 +121,11 @@ def submit(request: Request) -> str:
     given = dict(word.split("=", 1) for word in request.argv if "=" in word)
     name = command_output(*request.argv, what=_WHAT).strip()
     return f"{given.get('--resource-group', '')}/{given.get('--workspace-name', '')}/{name}"
+
+
+def states() -> dict[str, QueueState]:
+    """Return no states: each job is asked for by its name."""
+    return {}
 
 
 def state(job: str) -> QueueState | None:

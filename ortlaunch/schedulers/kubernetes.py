@@ -16,7 +16,7 @@ from ortlaunch.launch import JobState, Request
 from ortlaunch.rank import EXIT_SAVED, JOB_VARIABLE, NO_FAULT
 from ortlaunch.schedulers import QueuedRun, QueueState, command_output, merged, yaml_text
 
-__all__ = ["cancel", "logs", "request", "state", "submit"]
+__all__ = ["cancel", "logs", "request", "state", "states", "submit"]
 
 Object = dict[str, object]
 _RESOURCES = {"job": "job.batch", "trainjob": "trainjob.trainer.kubeflow.org"}
@@ -279,6 +279,11 @@ def submit(request: Request) -> str:
         cancel(job)
         raise
     return job
+
+
+def states() -> dict[str, QueueState]:
+    """Return no states: each job is asked for by its name."""
+    return {}
 
 
 def state(job: str) -> QueueState | None:

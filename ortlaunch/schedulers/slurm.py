@@ -5,6 +5,7 @@ sbatch queues the script; squeue, scontrol and sacct give the state.
 
 from __future__ import annotations
 
+import getpass
 import re
 import shlex
 import shutil
@@ -17,9 +18,14 @@ from ortlaunch.launch import JobState, Request
 from ortlaunch.rank import JOB_VARIABLE
 from ortlaunch.schedulers import QueuedRun, QueueState, run_command
 
-__all__ = ["cancel", "request", "state", "submit"]
+__all__ = ["cancel", "request", "state", "states", "submit"]
 
 _WHAT = "use a host of the cluster"
+# The first words of each turn of a job in its output, to which all turns append.
+TURN = "ortlaunch: the job begins on "
+# Five minutes, in which a controller is started again or another takes over.
+_REQUEUE_TRIES = 30
+_REQUEUE_SECONDS = 10
 # Options of sbatch that the recipe has under the same name, with underscores.
 _PLAIN = ("partition", "account", "qos", "reservation", "time", "cpus_per_task", "constraint", "nodelist", "exclude",
           "dependency", "begin", "mail_user", "mail_type")  # fmt: skip
@@ -59,6 +65,8 @@ def script(job: QueuedRun) -> str:
 cd {shlex.quote(job.folder)} || exit
 {exports}export {JOB_VARIABLE}=slurm:$SLURM_JOB_ID
 touch {shlex.quote(str(job.run.job_script))}  # what is older in the run folder is of an earlier turn
+rm -f {shlex.quote(str(job.run.requeue_request))}
+echo "{TURN}$(hostname), turn $((${{SLURM_RESTART_COUNT:-0}} + 1))"
 {setup}
 status=0
 {_ranks(job)} || status=$?
@@ -148,10 +156,18 @@ def _inside(job: QueuedRun, step: str, command: tuple[str, ...]) -> str:
 def _requeue(job: QueuedRun) -> str:
     if not job.options["requeue"]:
         return ""
+    request = shlex.quote(str(job.run.requeue_request))
     return f"""\
 # The command above leaves this file where the run continues in another turn.
-if rm {shlex.quote(str(job.run.requeue_request))} 2> /dev/null; then
-    scontrol requeue "$SLURM_JOB_ID"
+if test -e {request}; then
+    # A controller that is started again, or replaced, answers after some minutes.
+    for _ in $(seq {_REQUEUE_TRIES}); do
+        said=$(scontrol requeue "$SLURM_JOB_ID" 2>&1) && rm {request} && exit "$status"
+        echo "$said" >&2
+        case "$said" in *disabled*|*denied*|*nvalid*) break ;; esac
+        sleep {_REQUEUE_SECONDS}
+    done
+    echo "ortlaunch: the job was not requeued: $said" | tee {request} >&2
 fi
 """
 
@@ -174,6 +190,15 @@ def submit(request: Request) -> str:
         raise LaunchError(f"sbatch refused the job: {ended.stderr.strip() or ended.stdout.strip()}")
     # --parsable prints the id, and after a semicolon the name of the cluster.
     return ended.stdout.strip().partition(";")[0]
+
+
+def states() -> dict[str, QueueState]:
+    """Return the states of this user's jobs that the queue still has, by their ids."""
+    user = f"--user={getpass.getuser()}"
+    ended = run_command("squeue", "--noheader", "--states=all", user, "-o", "%i|%T|%r", what=_WHAT)
+    lines = ended.stdout.splitlines() if _is_known(ended) else []
+    parts = [line.split("|", 1) for line in lines if "|" in line]
+    return {job: found for job, rest in parts if (found := state_in_lines(rest)) is not None}
 
 
 def state(job: str) -> QueueState | None:

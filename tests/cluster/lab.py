@@ -320,7 +320,7 @@ class Lab:
                 "--kill-child", "--mount-proc", "sh", "-c", _INIT, "init", name, str(self.folder),
             )  # fmt: skip
         for name, process in zip((LOGIN, *self.names), self._started):
-            _wait_for(lambda name=name: (self.folder / f"{name}.ready").exists(), f"host {name}")
+            wait_for(lambda name=name: (self.folder / f"{name}.ready").exists(), f"host {name}")
             # unshare forks the host's first process; nsenter needs that child's id.
             children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
             self._inits[name] = int(children[0])
@@ -350,7 +350,7 @@ class Lab:
         files = (f"{option}={self.folder}/munge.{option[2:].partition('-')[0]}" for option in munge)
         self._daemon(LOGIN, "munged", "--foreground", "--force", *files)
         # slurmctld and slurmd authenticate through munged's socket from their start.
-        _wait_for((self.folder / "munge.socket").exists, "munged")
+        wait_for((self.folder / "munge.socket").exists, "munged")
         self._daemon(LOGIN, "slurmctld", "-D")
         for name in (LOGIN, *self.names):
             self._daemon(
@@ -363,7 +363,18 @@ class Lab:
             )
         for name in self.names:
             self._daemon(name, "slurmd", "-D", "-N", name)
-        _wait_for(lambda: self._idle() == len(self.names), "Slurm's nodes")
+        wait_for(lambda: self._idle() == len(self.names), "Slurm's nodes")
+
+    @contextlib.contextmanager
+    def without_controller(self) -> Iterator[None]:
+        """Stop slurmctld, and start it again afterwards."""
+        assert self.run(LOGIN, "pkill", "-x", "slurmctld").returncode == 0
+        wait_for(lambda: self.run(LOGIN, "pgrep", "-x", "slurmctld").returncode, "slurmctld's end")
+        try:
+            yield
+        finally:
+            self._daemon(LOGIN, "slurmctld", "-D")
+            wait_for(lambda: self.run(LOGIN, "scontrol", "ping").returncode == 0, "slurmctld")
 
     def _idle(self) -> int:
         return (
@@ -400,7 +411,8 @@ def _do(*argv: str) -> None:
         raise RuntimeError(f"{' '.join(argv)}: {done.stderr.strip()}")
 
 
-def _wait_for(there: object, what: str, seconds: float = 30) -> None:
+def wait_for(there: object, what: str, seconds: float = 30) -> None:
+    """Wait until a function returns a true value."""
     deadline = time.monotonic() + seconds
     while not there():  # type: ignore[operator]
         if time.monotonic() > deadline:

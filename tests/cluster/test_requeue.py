@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.cluster.home import Home
-from tests.cluster.lab import LOGIN, Lab
+from tests.cluster.lab import LOGIN, Lab, wait_for
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.timeout(280)]
 # With a constant rate, the first steps are the same in runs of any length.
@@ -86,9 +86,23 @@ def test_a_rank_that_was_killed(home: Home, undisturbed: dict[int, float]) -> No
         {step: undisturbed[step] for step in range(1, 13)}, abs=1e-5
     )
     said = (home.run / "logs" / f"slurm-{job}.out").read_text()
-    assert "attempt 1 failed; the job is requeued (restart 1 of 1 without progress)" in said
+    assert "attempt 1 failed; a requeue is requested (restart 1 of 1 without progress)" in said
     # 128 + SIGKILL.
     assert home.status()["job"]["attempts"][0]["exit_status"] == 137
+
+
+@pytest.mark.nightly
+def test_a_controller_that_is_started_again(home: Home, undisturbed: dict[int, float]) -> None:
+    """A run that saves while slurmctld is away is requeued once it is back."""
+    job = submitted(home, 12, "launch.nodes=1")
+    home.reach(3)
+    with home.lab.without_controller():
+        for host in home.lab.names:
+            home.lab.run(host, "pkill", "-USR1", "-f", "ortlaunch.worker.*my run")
+        output = home.run / "logs" / f"slurm-{job}.out"
+        # The words of slurmctld's absence: the first requests for a requeue fail.
+        wait_for(lambda: f"for job {job}" in output.read_text(), "scontrol's words", 90)
+    check(home, job, undisturbed, 12)
 
 
 def test_a_time_limit(home: Home, undisturbed: dict[int, float]) -> None:

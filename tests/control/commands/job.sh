@@ -21,6 +21,8 @@ cd /here || exit
 export ORTLAUNCH_MODULES=/here
 export ORTLAUNCH_JOB=slurm:$SLURM_JOB_ID
 touch /runs/x/job.sh  # what is older in the run folder is of an earlier turn
+rm -f /runs/x/requests/requeue
+echo "ortlaunch: the job begins on $(hostname), turn $((${SLURM_RESTART_COUNT:-0} + 1))"
 module load cuda/12.4
 
 status=0
@@ -31,7 +33,14 @@ srun --kill-on-bad-exit=1 --distribution=block --mpi=none --cpus-per-task=12 \
 python start.py ortlaunch.other_runs.ended /runs/x 0 "$status"
 status=$?
 # The command above leaves this file where the run continues in another turn.
-if rm /runs/x/requests/requeue 2> /dev/null; then
-    scontrol requeue "$SLURM_JOB_ID"
+if test -e /runs/x/requests/requeue; then
+    # A controller that is started again, or replaced, answers after some minutes.
+    for _ in $(seq 30); do
+        said=$(scontrol requeue "$SLURM_JOB_ID" 2>&1) && rm /runs/x/requests/requeue && exit "$status"
+        echo "$said" >&2
+        case "$said" in *disabled*|*denied*|*nvalid*) break ;; esac
+        sleep 10
+    done
+    echo "ortlaunch: the job was not requeued: $said" | tee /runs/x/requests/requeue >&2
 fi
 exit "$status"

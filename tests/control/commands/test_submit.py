@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,9 @@ class Queue:
         for path, text in request.files:
             write_text(Path(path), text)
         return "12"
+
+    def states(self) -> dict[str, QueueState]:
+        return {} if self.seen is None else {"12": self.seen}
 
     def state(self, job: str) -> QueueState | None:
         return self.seen
@@ -357,6 +361,116 @@ def test_what_goes_back_into_the_queue(
     assert (tools / "asked").exists() == requeued
     assert not run.requeue_request.exists()
     assert f"#SBATCH --output='{run.logs}/slurm-%j.out'" in text
+
+
+def _controller(folder: Path, body: str) -> None:
+    """Put a scontrol and a srun that fails, and a `sleep` that takes no time, into a folder."""
+    for name, text in (("srun", "exit 137"), ("scontrol", body), ("sleep", ":")):
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("body", "calls", "refused"),
+    [
+        # slurmctld is started again: the third call is answered.
+        ('echo . >> {0}/calls; test $(wc -l < {0}/calls) -gt 2 || { echo "Unexpected message '
+         'received for job 12" >&2; exit 1; }', 3, False),
+        ('echo . >> {0}/calls; echo "Requested operation is presently disabled for job 12" >&2; '
+         "exit 1", 1, True),
+        ('echo . >> {0}/calls; echo "Unable to contact slurm controller" >&2; exit 1', 30, True),
+    ],
+)  # fmt: skip
+def test_a_requeue_that_is_not_answered(
+    body: str,
+    calls: int,
+    refused: bool,
+    tmp_path: Path,
+    queue: Queue,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A requeue is asked for until the controller answers, and a refusal is in the run's status."""
+    run = RunDir(tmp_path / "run")
+    submit(resolved("launch.max_restarts=1"), run.path, run, "slurm")
+    _controller(tmp_path, body.replace("{0}", str(tmp_path)))
+    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "12"}
+    done = subprocess.run(
+        ["bash", str(run.job_script)],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, len((tmp_path / "calls").read_text().split())) == (137, calls)
+    assert run.requeue_request.exists() == ("was not requeued" in done.stderr) == refused
+    queue.seen = QueueState(JobState.FAILED, "FAILED (NonZeroExitCode)")
+    assert ("was not requeued" in str(read_status(run))) == refused
+
+
+@pytest.mark.parametrize(
+    ("lines", "status", "said"),
+    [
+        (["ortlaunch: --run-dir r: trains there", "srun: error: n1: task 0: Exited with exit code 2",
+          "srun: error: n2: task 1: Exited with exit code 143"], 2, "--run-dir r: trains there"),
+        (["srun: error: Unable to create step for job 12: Invalid node count"], 143,
+         "its output says no more"),
+    ],
+)  # fmt: skip
+def test_an_end_before_rank_0_prepared(
+    lines: list[str], status: int, said: str, queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The verdict quotes the reason, and has the first task's status."""
+    run = put(queue)
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    turn = ["an earlier turn failed", f"{slurm.TURN}n1, turn 2", *lines]
+    write_text(run.logs / "slurm-12.out", "\n".join(turn))
+    monkeypatch.setattr("sys.argv", ["ended", str(run), "0", "143"])
+    assert ended.main() == status
+    record = JobRecord.read(run)
+    assert record is not None
+    assert record.verdict is not None
+    assert record.verdict.endswith(f"before rank 0 prepared {run}: {said}")
+
+
+def test_a_step_that_slurm_ended(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch that Slurm could not do is no lack of memory."""
+    run = put(queue)
+    write_text(run.plan, resolved().plan.to_json())
+    for path in (run.request, run.log(0, "err")):
+        write_text(path, "")
+    line = "srun: error: Task launch for StepId=35.0 failed on node cn5: Communication failure"
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    write_text(run.logs / "slurm-12.out", f"{slurm.TURN}n1, turn 1\n{line}\n")
+    monkeypatch.setattr("sys.argv", ["ended", str(run), "0", "137"])
+    assert ended.main() == 137
+    record = JobRecord.read(run)
+    assert record is not None
+    assert f"Slurm ended the ranks: {line}" in str(record.verdict)
+    assert "memory" not in str(record.verdict)
+
+
+def test_many_runs_ask_the_queue_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list of runs asks for all jobs at once, and no more after a controller is away."""
+    jobs = [JobRecord("slurm", str(n), "h", "", "", "now", JobState.RUNNING) for n in range(20)]
+    jobs.append(replace(jobs[0], id="99", state=JobState.PREEMPTED))
+    asked: list[tuple[str, ...]] = []
+    answer = "".join(f"{n}|RUNNING|None\n" for n in range(20))
+
+    def squeue(*argv: str, what: str) -> subprocess.CompletedProcess[str]:
+        asked.append(argv)
+        return subprocess.CompletedProcess(argv, int(not answer), answer, "Unable to contact")
+
+    monkeypatch.setattr(slurm, "run_command", squeue)
+    shared = queued.SharedQueue()
+    states = [shared(job) for job in jobs]
+    assert [found and found.state for found in states] == [JobState.RUNNING] * 20 + [None]
+    answer = ""
+    shared = queued.SharedQueue()
+    for job in jobs:
+        with pytest.raises(LaunchError, match="Unable to contact"):
+            shared(job)
+    assert [argv[0] for argv in asked] == ["squeue", "squeue"]
 
 
 def test_a_node_without_the_folder_starts_no_rank(tmp_path: Path) -> None:

@@ -144,8 +144,8 @@ def test_a_killed_rank(number: int, run: RunDir) -> None:
 
 
 LOST = (
-    "ortlaunch: {} disappeared without an error record (usually SIGKILL, often out of memory) "
-    "(often the kernel's out-of-memory killer: see dmesg there)\nlogs: {}"
+    "ortlaunch: {} disappeared without an error record (usually SIGKILL, often out of memory: "
+    "see dmesg there)\nlogs: {}"
 )
 
 
@@ -180,7 +180,7 @@ def test_the_last_line_of_a_rank_that_vanished(run: RunDir) -> None:
     ("kills", "name", "hint"),
     [
         # Without a count, the kernel's log may give the reason.
-        (None, "localhost", " (often the kernel's out-of-memory killer: see dmesg there)"),
+        (None, "localhost", ": see dmesg there"),
         (0, "localhost", ""),
         (0, socket.gethostname(), ""),
         (0, f"me@{socket.gethostname()}", ""),
@@ -190,7 +190,7 @@ def test_the_last_line_of_a_rank_that_vanished(run: RunDir) -> None:
             "; the kernel's out-of-memory killer ended 2 of this control group's processes meanwhile",
         ),
         # The count of this host's kernel has nothing on host b.
-        (0, "b", " (often the kernel's out-of-memory killer: see dmesg there)"),
+        (0, "b", ": see dmesg there"),
     ],
 )
 def test_memory_is_named_where_the_kernel_counts_it(
@@ -202,11 +202,11 @@ def test_memory_is_named_where_the_kernel_counts_it(
         echo(run, rank, time=1.0)
     lost = (
         f"rank 3 on host {name} disappeared without an error record (usually SIGKILL, often out "
-        "of memory)"
+        "of memory"
     )
     assert shown(explain_end(run, 1, oom_kills=kills)) == (
         137,
-        f"ortlaunch: {lost}{hint}\nlogs: {run.logs}",
+        f"ortlaunch: {lost}{hint})\nlogs: {run.logs}",
     )
 
 
