@@ -7,6 +7,7 @@ import math
 import os
 import platform
 import re
+import resource
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -273,3 +274,13 @@ def others_at_work() -> list[str]:
 def _ticks() -> dict[tuple[int, str], int]:
     """Return (pid, name) -> processor time in ticks, for every process except this one."""
     return {(one.pid, one.name): one.ticks for one in all_processes() if one.pid != os.getpid()}
+
+
+def raise_open_file_limit() -> None:
+    """Raise this process's limit of open files to the host's maximum."""
+    # Rank 0 has a connection to every rank, and `over_ssh` a pipe to every host; many shells set a
+    # limit of 1,024.
+    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != most:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -92,6 +92,9 @@ def without_effect(resolved: ResolvedRun) -> list[str]:
     left = [
         name for name, value in chosen.model_dump(exclude_defaults=True).items() if name in slurms
     ]
+    binding = resolved.file.recipe.launch.binding
+    if chosen.scheduler == "slurm" and binding in ("core", "numa"):
+        return [f"launch.binding: {binding} has no effect: in a job Slurm binds the ranks"]
     if chosen.scheduler == "slurm" or not left:
         return []
     return [f"ignored by {chosen.scheduler}: {', '.join(f'submit.{name}' for name in left)}"]

@@ -31,6 +31,20 @@ _AGAIN_SECONDS = 6.0  # for the second one; a probe itself takes at most 3
 _MORE_SECONDS = 0.05  # for each host: all of them start a program on this one
 _PAIRS = 32  # with more other hosts, each host tries only some of them
 _LEAVE_SECONDS = 2.0  # until a probe is killed after the end of its input
+_NO_PASSWORD = "ssh {host} must work without a password"
+# ssh's words -> the remedy.
+_MENDS = {
+    "IDENTIFICATION HAS CHANGED": (
+        "the host has another key than before: if that is right, ssh-keygen -R {host}, then ssh "
+        "{host} once"
+    ),
+    "Host key verification failed": "the host's key is not known here: ssh {host} once",
+    "Could not resolve": "check the name: getent hosts {host}",
+    **dict.fromkeys(
+        ("Connection refused", "timed out", "No route to host"),
+        "sshd must run there and be reachable: ssh {host} true",
+    ),
+}
 _ERROR_SECONDS = 0.2  # without output, after which the error output counts as complete
 # Connections at one time: each takes three open files of this process.
 _AT_ONCE = 128
@@ -298,7 +312,7 @@ class _ProbeCall:
         assert self._process.stdout is not None
         pipe = self._process.stdout
         text = b""
-        while not (text.endswith(b"\n") and text.splitlines()[-1].startswith(b"{")):
+        while not (text.endswith(b"\n") and _is_answer(text.splitlines()[-1])):
             if not select.select([pipe], [], [], max(0.0, self._deadline - time.monotonic()))[0]:
                 return None
             piece = os.read(pipe.fileno(), 1 << 16)
@@ -313,13 +327,15 @@ class _ProbeCall:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1)
         status = self._process.returncode
-        words = (text.decode(errors="replace").strip() for text in (self._errors(), line))
+        errors = self._errors().decode(errors="replace")
+        words = (text.strip() for text in (errors, line.decode(errors="replace")))
         said = next((text.splitlines()[-1] for text in words if text), f"status {status}")
         # A shell's status for a program that it cannot execute or find.
         if status in (126, 127):
             mend = "install the same environment there, under the same path"
             return NoAnswer("interpreter", f"{sys.executable} is missing there ({said})", mend)
-        return NoAnswer("reached", said, f"ssh {self.host} must work without a password")
+        mend = next((mend for word, mend in _MENDS.items() if word in errors), _NO_PASSWORD)
+        return NoAnswer("reached", said, mend.format(host=self.host))
 
     def _errors(self) -> bytes:
         """Return the probe's error output."""
@@ -333,6 +349,14 @@ class _ProbeCall:
         ):
             text += piece
         return text
+
+
+def _is_answer(line: bytes) -> bool:
+    """Return whether a line is a probe's, not one of a login shell."""
+    try:
+        return isinstance(ast.literal_eval(line.decode()), dict)
+    except (ValueError, SyntaxError):
+        return False
 
 
 def _at(host: str, remote: list[str]) -> list[str]:

@@ -152,9 +152,11 @@ def _network(
         )
         return
     if routed:
-        mend = "check its routes, or set the interface: launch.interface=eth0"
-        mend = "use the name under which the other hosts reach it" if host in LOCAL_NAMES else mend
-        what = properties["address"] or "no route to the other hosts except loopback"
+        mend = "ranks meet over IPv4: check its routes, or set the interface: launch.interface=eth0"
+        local = [node.host for node in required.nodes if node.host in LOCAL_NAMES]
+        if local:
+            mend = f"instead of {local[0]} use the name under which the other hosts reach that host"
+        what = properties["address"] or "no IPv4 route to the other hosts except loopback"
         yield judged(host, "address", properties["address"] is not None, what, mend, else_=FAILED)
     named = required.ports is not None or host == required.nodes[0].host
     if isinstance(properties["listens"], str) and named:

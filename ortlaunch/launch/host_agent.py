@@ -28,6 +28,9 @@ _SILENT_SECONDS = 12.0
 def main() -> int:
     """Run the requested command and return its exit status."""
     line, rest = _line(sys.stdin.fileno(), b"")
+    if not line:
+        # The other side ended before it sent the command.
+        return 1
     work = json.loads(line)
     os.chdir(work["cwd"])
     job = submit(Request(tuple(work["argv"]), tuple(work["env"].items()), notifies_ranks=False))

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ortlaunch import start
+from ortlaunch import machine, start
 from ortlaunch.launch.host_agent import BEAT, BEAT_SECONDS
 from ortlaunch.launch.orphans import send
 from ortlaunch.launch.ssh import needs_no_ssh, ssh
@@ -82,7 +82,15 @@ def main() -> int:
     ):
         signal.signal(number, lambda number, frame: asked.append(number))
     environ = _values(work, os.environ)
-    agents = [HostAgent(one["host"], one["argv"]) for one in work["agents"]]
+    machine.raise_open_file_limit()
+    try:
+        agents = [HostAgent(one["host"], one["argv"]) for one in work["agents"]]
+    except OSError as error:
+        # The agents that were started end with their input, which ends with this process.
+        hosts = len(work["agents"])
+        print(f"ortlaunch: {hosts} hosts take as many open files and processes: {error}; raise "
+              "`ulimit -n` and `ulimit -u`", file=sys.stderr, flush=True)  # fmt: skip
+        return 1
     for agent in agents:
         agent.send_line(json.dumps({"argv": agent.argv, "cwd": os.getcwd(), "env": environ}))
     return _wait(agents, asked, RunDir(Path(sys.argv[1]).parent))

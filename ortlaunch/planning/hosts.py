@@ -17,7 +17,7 @@ from select import select as wait_for
 from typing import NamedTuple
 
 from ortlaunch.errors import HostfileError
-from ortlaunch.launch_plan import is_this_host
+from ortlaunch.launch_plan import LOCAL_NAMES, is_this_host
 
 _EXAMPLE = "'worker-1 slots=8'"
 _KEYS = ("slots", "max_slots")
@@ -190,6 +190,9 @@ def _collect(
             hosts.append(host)
             _refuse_repeated(host, f"{source}:{number}:{_column(content)}", seen, complaints)
         complaints += [f"{source}:{number}:{column}: {text}" for column, text in problems]
+    if len(hosts) - len(seen) > 1:
+        mend = f"sort {source} | uniq -c | awk '{{print $2\" slots=\"$1}}'"
+        complaints.append(f"{source}: of a list with a name for each slot (PBS, LSF): {mend}")
     if complaints:
         raise HostfileError("\n".join(complaints))
     return tuple(hosts), marks
@@ -238,6 +241,8 @@ def _split(token: str, column: int, problems: _Problems) -> tuple[str, str | Non
         problems.append((column, _bad_name(token)))
         return "", None
     user, ipv6, plain, colon = match.groups()
+    if ipv6 and ipv6 not in LOCAL_NAMES:
+        problems.append((column, _no_ipv6(token)))
     return user + (ipv6 or plain), colon and colon[1:]
 
 
@@ -305,7 +310,7 @@ def _bad_name(token: str) -> str:
     if "=" in token:
         return f"a host name is missing before {token!r}; write for example {_EXAMPLE}"
     if token.count(":") > 1 and "[" not in token:
-        return f"{token!r} looks like IPv6; write the address in brackets, such as '[::1] slots=8'"
+        return _no_ipv6(token)
     if re.search(r"[^\[]\[|,", token):
         return (
             f"{token!r} is several hosts; write each on a line of its own, as `scontrol show "
@@ -314,6 +319,13 @@ def _bad_name(token: str) -> str:
     return (
         f"{token!r} is not a host; write a name or an address, with user@ before it where ssh "
         "needs one"
+    )
+
+
+def _no_ipv6(token: str) -> str:
+    return (
+        f"{token!r} is an IPv6 address, and ranks meet over IPv4; write the host's name, or its "
+        "IPv4 address"
     )
 
 

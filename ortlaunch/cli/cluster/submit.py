@@ -32,15 +32,16 @@ def submit(
 
     submission = Submission.of(recipe, tuple(overrides or ()), scheduler, run_dir)
     # Standard output is for scripts, which read the job's id from it.
-    _print_notes(submission.notes)
     if dry_run:
+        _print_notes(submission.notes)
         request = submission.request()
         typer.echo(request.files[0][1], nl=False)
         told = f"would be {request.files[0][0]}, sent by: {shlex.join(request.argv)}"
         _print_notes([told])
         return
     queued = submission.send()
-    _print_notes(queued.notes)
+    # After it: a missing file is a note of the one and an error of the other.
+    _print_notes([*submission.notes, *queued.notes])
     typer.echo(queued.number)
 
 

@@ -22,8 +22,12 @@ def logs(
     from ortlaunch.api.runs import Run
 
     found = Run(run)
+    is_empty = True
     for piece in found.logs(rank, follow):
+        is_empty = False
         sys.stdout.write(piece)
         sys.stdout.flush()
+    if is_empty:
+        print(f"no output: {found.status()}", file=sys.stderr)
     if follow:
         raise typer.Exit(found.status().job.exit_status or 0)

@@ -49,7 +49,7 @@ def submit_rules(recipe: Recipe) -> Iterator[Problem]:
                 ("submit.options",),
                 f"got {option!r}; write one option of sbatch, as --switches=1",
             )
-        elif re.match(r"--array\b|-a", option):
+        elif re.match(r"--ar(r(a(y)?)?)?\b|-a", option):
             what = (
                 "would start several tasks in one run folder; submit each with a --run-dir of "
                 "its own"

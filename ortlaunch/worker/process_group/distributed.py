@@ -9,7 +9,6 @@ import contextlib
 import hashlib
 import os
 import re
-import resource
 import socket
 from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ortlaunch import machine
 from ortlaunch.errors import DeviceError, LaunchError, WorldError
 from ortlaunch.launch_plan import Plan
 from ortlaunch.rank import Rank, detect
@@ -124,7 +124,7 @@ def group(plan: Plan, rank: Rank, run: RunDir) -> Iterator[DistributedContext]:
         LaunchError: the launcher's world is not the plan's, or the ranks cannot meet.
     """
     agree(plan, rank)
-    _raise_limit_of_open_files()
+    machine.raise_open_file_limit()
     _connect_on_demand(rank.world_size, os.environ)
     device = _device(plan, rank)
     found = detect(os.environ)
@@ -153,15 +153,6 @@ def _connect_on_demand(ranks: int, environ: MutableMapping[str, str]) -> None:
     # runs keep the full mesh: there a closed port ends the start and not the first step.
     if ranks > _MOST_MESH_RANKS:
         environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-
-
-def _raise_limit_of_open_files() -> None:
-    """Raise the limit of open files to the host's maximum."""
-    # Rank 0 has a connection to every rank for the store, and many shells set a limit of 1,024.
-    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != most:
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def agree(plan: Plan, rank: Rank) -> None:

@@ -50,8 +50,8 @@ def own_address(hosts: Iterable[str], environ: MutableMapping[str, str]) -> str:
         if not own.startswith("127."):
             return own
     raise LaunchError(
-        f"{here} has no address that other hosts can reach "
-        f"({', '.join(sorted(set(names))[:8])}); give its name a routable address in DNS or "
+        f"{here} has no IPv4 address that other hosts can reach "
+        f"({', '.join(sorted(set(names))[:8])}); give its name a routable one in DNS or "
         "/etc/hosts, or name the interface: launch.interface=eth0"
     )
 

@@ -253,10 +253,10 @@ def test_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_shares_of_hosts(tmp_path: Path) -> None:
     """Trials at the same time get equally many of the chosen hosts, with the chosen slots."""
     file = tmp_path / "hosts"
-    file.write_text("a slots=2\nme@b slots=2\n[::2] slots=1\nc slots=2\nd slots=2\n")
+    file.write_text("a slots=2\nme@b slots=2\n[::1] slots=1\nc slots=2\nd slots=2\n")
     options = LaunchOptions(hostfile=str(file), exclude="c@b:0")
     found = trial_starts.shares(recipe(**swept(parallel=2)), options)
-    assert [one.options.include for one in found] == ["a:0,1@b:1", "[::2]:0@d:0,1"]
+    assert [one.options.include for one in found] == ["a:0,1@b:1", "[::1]:0@d:0,1"]
     hosts = parse_hostfile(file.read_text(), "hosts").hosts
     assert select(hosts, found[0].options.include) == (hosts[0], Host("me@b", 1, (1,)))
     assert {one.options.exclude for one in found} == {None}

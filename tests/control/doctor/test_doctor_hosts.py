@@ -60,7 +60,7 @@ def tells(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     [
         ({"packages": {"torch": "2.6.0"}}, "packages", FAILED, "torch 2.6.0 (here 2.13.0)"),
         ({"packages": {}}, "packages", FAILED, "torch absent (here 2.13.0)"),
-        ({"address": None}, "address", FAILED, "no route to the other hosts except loopback"),
+        ({"address": None}, "address", FAILED, "no IPv4 route to the other hosts except loopback"),
         ({"interfaces": ["lo", "eth1"]}, "interface", FAILED, "no eth0 there; it has lo, eth1"),
         ({"gpus": 0}, "gpus", FAILED, "0 for 1 slot"),
         ({"token": None}, "run folder", FAILED, "the folder there is not the one here"),
@@ -167,7 +167,12 @@ case "$1" in
   refuses) echo "ssh: connect to host refuses: No route to host" >&2; exit 255;;
   bare) echo "bash: python: not found" >&2; exit 127;;
   hangs) sleep 60;;
-  *) echo "welcome to $1"; exec sh -c "$2";;
+  changed) echo "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @" >&2
+    echo "Host key verification failed." >&2; exit 255;;
+  unknown) echo "Host key verification failed." >&2; exit 255;;
+  nowhere) echo "ssh: Could not resolve hostname nowhere: Name or service not known" >&2; exit 255;;
+  denied) echo "me@denied: Permission denied (publickey)." >&2; exit 255;;
+  *) echo "welcome to $1"; echo "{quota: 93 %}"; exec sh -c "$2";;
 esac
 """
 
@@ -182,6 +187,43 @@ def ssh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     # Instead of 12 seconds, which the host that hangs would take.
     monkeypatch.setattr(host_probes, "_SECONDS", 3.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "mend"),
+    [
+        ("refuses", "sshd must run there and be reachable: ssh refuses true"),
+        (
+            "changed",
+            "the host has another key than before: if that is right, ssh-keygen -R changed",
+        ),
+        ("unknown", "the host's key is not known here: ssh unknown once"),
+        ("nowhere", "check the name: getent hosts nowhere"),
+        ("denied", "ssh denied must work without a password"),
+    ],
+)
+def test_remedies_of_ssh(name: str, mend: str, ssh: None, tmp_path: Path) -> None:
+    """Each error of ssh has a remedy of its own."""
+    (answer,), _ = host_probes.query_hosts(
+        host_probes.ProbeRequest((name,), tmp_path, None, False, 0)
+    )
+    assert isinstance(answer, NoAnswer)
+    assert answer.mend.startswith(mend)
+
+
+def test_a_host_called_localhost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside another host, the other has no route to `localhost`: the remedy names that host."""
+    monkeypatch.setattr(probe, "versions", lambda: {"torch": "2.13.0"})
+    monkeypatch.setattr(probe, "sources", lambda: 7)
+    nodes = (Node("localhost", 1, 0, (0,)), Node("b", 1, 1, (0,)))
+    lost = WELL._replace(properties={**WELL.properties, "address": None})
+    monkeypatch.setattr(host_probes, "query_hosts", lambda request: ([WELL, lost], "localhost"))
+    found = check_hosts(HostRequirements(nodes, "cpu", None))
+    (wrong,) = [one for one in found if one.check == "address" and one.verdict == FAILED]
+    assert (wrong.host, wrong.mend) == (
+        "b",
+        "instead of localhost use the name under which the other hosts reach that host",
+    )
 
 
 def test_what_hosts_tell_by_ssh(ssh: None, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ NO_SLOTS = "Open MPI would count its cores and DeepSpeed would refuse it, so wri
 SEVERAL = (
     "is several hosts; write each on a line of its own, as `scontrol show hostnames` prints them"
 )
+NO_IPV6 = "is an IPv6 address, and ranks meet over IPv4; write the host's name, or its IPv4 address"
 NOT_A_HOST = "is not a host; write a name or an address, with user@ before it where ssh needs one"
 ONCE = (
     "Open MPI would add up the slots and DeepSpeed would refuse; write it once with all its slots"
@@ -53,7 +54,7 @@ def complaints(text: str, default_slots: int | None = None) -> list[str]:
         ("user@10.0.0.1 slots=2", host("user@10.0.0.1", 2), BOTH),
         ("gpu_node-1.example.com slots=2", host("gpu_node-1.example.com", 2), BOTH),
         # A link-local address has a zone.
-        ("[fe80::1%eth0] slots=2", host("fe80::1%eth0", 2), BOTH),
+        ("[::1] slots=2", host("::1", 2), BOTH),
         ("h slots = 4", host("h", 4), "Open MPI"),
         ("h slots =4", host("h", 4), "Open MPI"),
         ("h slots=4 max_slots=4", host("h", 4, 4), "Open MPI"),
@@ -63,7 +64,6 @@ def complaints(text: str, default_slots: int | None = None) -> list[str]:
         ("h:9999", host("h", 9999), "MPICH / Intel MPI"),
         ("user@h:4 # note", host("user@h", 4), "MPICH / Intel MPI"),
         ("[::1]:4", host("::1", 4), "MPICH / Intel MPI"),
-        ("root@[FD00::a]:4", host("root@FD00::a", 4), "MPICH / Intel MPI"),
     ],
 )
 def test_one_line(line: str, expected: Host, dialect: str) -> None:
@@ -205,11 +205,9 @@ def test_default_slots() -> None:
         ),
         (
             "fe80::1 slots=2",
-            [
-                "F:1:1: 'fe80::1' looks like IPv6; write the address in brackets, such as '[::1] "
-                "slots=8'"
-            ],
+            [f"F:1:1: 'fe80::1' {NO_IPV6}"],
         ),
+        ("root@[FD00::a]:4", [f"F:1:1: 'root@[FD00::a]:4' {NO_IPV6}"]),
         (
             # ssh would treat such a name as an option.
             "-oProxyCommand=x slots=2",
@@ -248,6 +246,13 @@ def test_wrong_line(line: str, expected: list[str]) -> None:
 def test_repeated_host(text: str, name: str, first: str, second: str) -> None:
     """A machine that is named twice is refused, with any user and letter case."""
     assert complaints(text) == [f"{second}: host {name!r} is already at {first}; {ONCE}"]
+
+
+def test_a_name_for_each_slot() -> None:
+    """The list of a scheduler with a name for each slot has a remedy, said once."""
+    said = complaints("a slots=1\nb slots=1\na slots=1\nb slots=1\n")
+    assert len(said) == 3
+    assert "sort F | uniq -c | awk '{print $2\" slots=\"$1}'" in said[-1]
 
 
 def test_all_problems_at_once() -> None:
