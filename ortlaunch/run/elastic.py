@@ -8,15 +8,22 @@ a host that is available again is used again. Never imports torch.
 from __future__ import annotations
 
 import os
+import sys
+import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from ortlaunch.doctor.finding import FAILED, Finding, refused
-from ortlaunch.doctor.hosts import check_hosts
+from ortlaunch.doctor.hosts import HostRequirements, check_hosts
 from ortlaunch.errors import LaunchError
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.run.checkup import host_requirements
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.units import counted
+
+# A switch that is started again is back after some minutes.
+_HOSTS_SECONDS = 600.0
+_LOOK_SECONDS = 10.0
 
 
 def on_fit_hosts(whole: ResolvedRun, run: RunDir, again: bool) -> tuple[ResolvedRun, list[str]]:
@@ -30,7 +37,8 @@ def on_fit_hosts(whole: ResolvedRun, run: RunDir, again: bool) -> tuple[Resolved
             an elastic run; at the first start only an unreachable host is excluded.
 
     Raises:
-        LaunchError: a host is not usable, or fewer hosts than launch.nodes.min are.
+        LaunchError: a host is not usable, or fewer hosts than launch.nodes.min are; after a start it
+            waits ten minutes for them.
     """
     launch = whole.file.recipe.launch
     elastic = whole.file.recipe.launch.elastic
@@ -44,25 +52,22 @@ def on_fit_hosts(whole: ResolvedRun, run: RunDir, again: bool) -> tuple[Resolved
         )
         return whole, [note]
     asked = host_requirements(whole, Path(os.path.abspath(run.path)))
-    wrong = [
-        finding for finding in check_hosts(asked._replace(quick=True)) if finding.verdict == FAILED
-    ]
-    lost = [
-        finding
-        for finding in wrong
-        if elastic is not None and (again or finding.check == "reached")
-    ]
-    # The first finding of each host is the one that is shown.
-    out = {finding.host: finding for finding in reversed(lost)}
-    unfit = [finding for finding in wrong if finding.host not in out]
-    # Faults other than a lost host end the command, at the first start of an elastic run, too.
-    if unfit:
-        raise refused(unfit)
+    out = _lost_hosts(asked, elastic is not None, again)
     if elastic is None:
         return whole, []
+    deadline = time.monotonic() + (_HOSTS_SECONDS if again else 0.0)
+    is_reported = False
+    while len(whole.world.hosts) - len(out) < elastic.min:
+        told = _too_few(len(whole.world.hosts) - len(out), elastic.min, out.values())
+        if time.monotonic() >= deadline or run.stop_request.exists():
+            raise LaunchError(told)
+        if not is_reported:
+            minutes = f"{_HOSTS_SECONDS / 60:g} minutes"
+            print(f"ortlaunch: {told}\nwaiting {minutes} for them", file=sys.stderr, flush=True)
+        is_reported = True
+        time.sleep(_LOOK_SECONDS)
+        out = _lost_hosts(asked, elastic is not None, again)
     names = [host.name for host in whole.world.hosts if host.name not in out]
-    if len(names) < elastic.min:
-        raise LaunchError(_too_few(len(names), elastic.min, wrong))
     now = whole.on_hosts(names)
     how = (
         f"{counted(len(names), 'host')} of {len(whole.world.hosts)}, "
@@ -74,6 +79,21 @@ def on_fit_hosts(whole: ResolvedRun, run: RunDir, again: bool) -> tuple[Resolved
     ]
 
 
-def _too_few(there: int, least: int, wrong: list[Finding]) -> str:
+def _lost_hosts(asked: HostRequirements, is_elastic: bool, again: bool) -> dict[str, Finding]:
+    """Return the first finding of each host that an elastic run leaves out.
+
+    Raises:
+        LaunchError: a host has another fault, which ends the command.
+    """
+    found = check_hosts(asked._replace(quick=True))
+    wrong = [finding for finding in found if finding.verdict == FAILED]
+    lost = [one for one in wrong if is_elastic and (again or one.check == "reached")]
+    out = {finding.host: finding for finding in reversed(lost)}
+    if unfit := [finding for finding in wrong if finding.host not in out]:
+        raise refused(unfit)
+    return out
+
+
+def _too_few(there: int, least: int, wrong: Iterable[Finding]) -> str:
     table = "\n".join(map(str, wrong))
     return f"launch.nodes.min is {least}, and {counted(there, 'host')} can be used:\n{table}"

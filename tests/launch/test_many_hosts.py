@@ -12,7 +12,9 @@ import pytest
 from ortlaunch import start
 
 pytestmark = pytest.mark.timeout(60)
+# Each host takes one open file of the command: its agent's standard input.
 _HOSTS = 14
+# Three are the standard streams, so 14 agents do not fit.
 _FILES = 16
 
 

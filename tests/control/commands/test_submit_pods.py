@@ -274,6 +274,7 @@ def test_options() -> None:
 
 def test_a_part_that_is_refused(fake: Path) -> None:
     """A job whose recipe or service the cluster refuses is deleted, and the run can be queued."""
+    # A user who may create Jobs and ConfigMaps alone.
     (fake / "refused").write_text("Service")
     run = RunDir("x-20260101-000000")
     with pytest.raises(LaunchError, match="Forbidden: Service"):

@@ -163,11 +163,24 @@ def test_one_far_host_that_is_left_is_started_through_ssh(
 
 
 def test_too_few_hosts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With fewer than `min` hosts nothing is started."""
-    with pytest.raises(
-        LaunchError, match=r"^launch.nodes.min is 3, and 2 hosts can be used:\n  host2 +reached"
-    ):
+    """With fewer than `min` hosts nothing is started: at once, or after a wait for lost hosts."""
+    said = r"^launch.nodes.min is 3, and 2 hosts can be used:\n  host2 +reached"
+    with pytest.raises(LaunchError, match=said):
+        on(monkeypatch, resolved("launch.nodes.min=3"), ("host2", "reached"), again=False)
+    monkeypatch.setattr("ortlaunch.run.elastic._HOSTS_SECONDS", 0.05)
+    monkeypatch.setattr("ortlaunch.run.elastic._LOOK_SECONDS", 0.01)
+    with pytest.raises(LaunchError, match=said):
         on(monkeypatch, resolved("launch.nodes.min=3"), ("host2", "reached"))
+
+
+def test_hosts_that_come_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restart waits for the hosts of a switch that is started again, and looks until then."""
+    # Three looks find it lost, the fourth finds all hosts well.
+    looks = [[Finding("host2", "reached", "failed", "so")]] * 3 + [[]]
+    monkeypatch.setattr("ortlaunch.run.elastic.check_hosts", lambda asked: looks.pop(0))
+    monkeypatch.setattr("ortlaunch.run.elastic._LOOK_SECONDS", 0.01)
+    now, _ = on_fit_hosts(resolved("launch.nodes.min=3"), RunDir(Path("run")), again=True)
+    assert (now.plan.world_size, looks) == (3, [])
 
 
 def test_a_host_that_is_not_fit_is_no_lost_one(
