@@ -127,7 +127,7 @@ class LoadedData:
 
     def _numbered(self, samples: Samples) -> Samples:
         if self._vocabulary is not None:
-            number_as_trained(samples, self._vocabulary.labels)
+            number_as_trained(samples, self._vocabulary.labels, self._vocabulary.classes)
         return samples
 
     def read_for(self, task: Task) -> None:

@@ -11,6 +11,7 @@ import copy
 import functools
 import itertools
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ortlaunch.cache import note
 from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.worker.data.corpus import fingerprint
 from ortlaunch.worker.data.label_rows import (
@@ -47,6 +49,9 @@ if TYPE_CHECKING:
 
 # Classes named in one line for the user.
 _SHOWN = 6
+# A whole number, as a class name; and the names that transformers gives to classes without names.
+_WHOLE = re.compile(r"-?[0-9]{1,18}")
+_DEFAULT_NAME = re.compile(r"LABEL_[0-9]+")
 # Rows that identify a data set; up to twice as many are used.
 _SOME = 4096
 _Ints = NDArray[np.uint32]
@@ -141,9 +146,9 @@ class LabelledTexts:
         """Return each label that a row has, once."""
         return self.labels
 
-    def renumber(self, numbers: Mapping[str, int]) -> None:
-        """Replace label names by these class numbers."""
-        self.labels = [numbers[word] for word in self.labels]
+    def renumber(self, numbers: Mapping[Any, int]) -> None:
+        """Replace labels by these class numbers."""
+        self.labels = [numbers[label] for label in self.labels]
 
     @property
     def classes(self) -> int:
@@ -314,7 +319,8 @@ def number_labels(
         train: training samples.
         evaluation: evaluation samples.
         known: class numbers that the model has for label names already. They are used if they
-            include all labels; otherwise labels are numbered in alphabetical order.
+            include all labels; otherwise labels are numbered by their value if all are whole
+            numbers, else in alphabetical order.
 
     Returns:
         The label names by class number; [] if labels are integers.
@@ -326,16 +332,19 @@ def number_labels(
     parts = _labelled(train)
     # A part of the training samples is numbered with them.
     held_out = [part for part in _labelled(evaluation) if part not in parts]
-    if not _are_words(*parts, *held_out):
+    are_words = _are_words(*parts, *held_out)
+    word_of = _word_of_each_label([*parts, *held_out], [])
+    # Integers that a data set gives names are class numbers.
+    are_names = are_words or not class_names(train, evaluation)
+    if word_of and are_names and known.keys() >= {*word_of.values()}:
+        for part in (*parts, *held_out):
+            part.renumber({label: known[word] for label, word in word_of.items()})
+        return sorted(known, key=known.__getitem__)
+    if not are_words:
         return []
     words = sorted({word for part in parts for word in part.all_labels()})
-    if (
-        known
-        and {word for part in (*parts, *held_out) for word in part.all_labels()} <= known.keys()
-    ):
-        for part in (*parts, *held_out):
-            part.renumber(known)
-        return sorted(known, key=known.__getitem__)
+    if all(map(_WHOLE.fullmatch, words)):
+        words.sort(key=int)
     if len(words) == 1:
         raise DataError(
             f"data.train: every label is {words[0]!r}, so there is nothing to distinguish"
@@ -352,22 +361,49 @@ def number_labels(
     return words
 
 
-def number_as_trained(samples: Samples, known: Mapping[str, int]) -> None:
-    """Replace label names by the class numbers of a trained model; some may not appear.
+def number_as_trained(samples: Samples, known: Mapping[str, int], classes: int) -> None:
+    """Replace labels by the class numbers of a trained model; some classes may not appear.
+
+    A label is the name of a class, as a word or as a whole number. Whole numbers none of which is
+    a name are class numbers.
+
+    Args:
+        samples: the samples.
+        known: class name to class number; empty if classes have no names.
+        classes: number of classes; 0: unknown.
 
     Raises:
-        DataError: the model has no such label, or some sources have names and others integers.
+        DataError: the model has no such class.
     """
     parts = _labelled(samples)
-    if not _are_words(*parts):
-        return
-    if unknown := sorted({word for part in parts for word in part.all_labels()} - known.keys()):
-        raise DataError(
-            f"data: label {unknown[0]!r} is none of the model's: "
-            f"{', '.join(known) or 'it has only numbers'}"
-        )
+    names = class_names(samples, None)
+    word_of = _word_of_each_label(parts, names)
+    numbers = {label: known[word] for label, word in word_of.items() if word in known}
+    are_named = not all(map(_DEFAULT_NAME.fullmatch, known))
+    are_numbers = not (names or any(isinstance(label, str) for label in word_of))
+    if not numbers and (
+        are_numbers if are_named else all(_WHOLE.fullmatch(str(label)) for label in word_of)
+    ):
+        numbers = {label: int(label) for label in word_of if not classes or int(label) < classes}
+        if are_named and numbers:
+            note(f"data: labels are whole numbers and no class names; they are read as class numbers: "
+                 f"0 is {min(known, key=known.__getitem__)!r}")  # fmt: skip
+    if unknown := [label for label in word_of if label not in numbers]:
+        locations = dict(part.largest for part in parts)
+        label = max(unknown, key=lambda each: each in locations)
+        limit = f" from 0 to {classes - 1:,}" if classes else ""
+        shown = ", ".join(known) if are_named else f"it has only numbers{limit}"
+        where = locations.get(label, "data")
+        raise DataError(f"{where}: label {label!r} is none of the model's: {shown}")
     for part in parts:
-        part.renumber(known)
+        part.renumber(numbers)
+
+
+def _word_of_each_label(parts: Sequence[LabelledTexts], names: Sequence[str]) -> dict[Any, str]:
+    """Return the word of each label; names: class names of integer labels, or []."""
+    labels = {label: None for part in parts for label in part.all_labels()}
+    words = dict(enumerate(names))
+    return {label: words.get(label, str(label)) for label in labels}
 
 
 def _labelled(samples: Samples | None) -> list[LabelledTexts]:

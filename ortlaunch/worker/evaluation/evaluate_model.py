@@ -6,10 +6,12 @@ transformers.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from ortlaunch.cache import take_notes
 from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.recipe import Recipe, parse_resolved
 from ortlaunch.recipe.rules.best_rules import evaluates_with_scores
@@ -54,6 +56,9 @@ def evaluated(recipe: Recipe, model: Path, modules: Path) -> Evaluation:
     config = AutoConfig.from_pretrained(folder) if (folder / "config.json").exists() else None
     data = load_data(recipe, group, vocabulary=of_config(config, recipe.model.task))
     assert data.evaluation is not None, "the control side has looked for data.evaluation"
+    # The samples are read only now. The result in JSON is alone on stdout.
+    for note in take_notes():
+        print(note, file=sys.stderr)
     if config is not None:
         refuse_too_small(recipe, data, config)
     if model.suffix == ".onnx":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models
 
+from ortlaunch.cache import take_notes
 from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.worker.data import (
     IGNORED,
@@ -20,7 +22,12 @@ from ortlaunch.worker.data import (
     label_rows,
 )
 from ortlaunch.worker.data import labelled as labelled_module
-from ortlaunch.worker.data.labelled import class_lines, class_names, number_labels
+from ortlaunch.worker.data.labelled import (
+    class_lines,
+    class_names,
+    number_as_trained,
+    number_labels,
+)
 from ortlaunch.worker.data.reading import DataError
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -321,3 +328,77 @@ def test_no_rows_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(labelled_module, "fingerprint", lambda source: "")
     with pytest.raises(DataError, match=": has no rows"):
         LabelledTexts(Corpus(format="hub", name="some/set"), words(), 4)
+
+
+STARS = {str(star): star - 1 for star in range(1, 6)}
+NAMED = {"bad": 0, "good": 1}
+DEFAULT = {"LABEL_0": 0, "LABEL_1": 1, "LABEL_2": 2}
+
+
+@pytest.mark.parametrize(
+    ("labels", "known", "expected"),
+    [
+        (["5", "2"], STARS, [4, 1]),
+        ([5, 2], STARS, [4, 1]),
+        ([0, 4], STARS, "data: label 0 is none of the model's: 1, 2, 3, 4, 5"),
+        (["good"], STARS, "data: label 'good' is none of the model's: 1, 2, 3, 4, 5"),
+        ([1, 0], NAMED, [1, 0]),
+        ([1, 7], NAMED, "x.jsonl:2: label 7 is none of the model's: bad, good"),
+        (["1", "0"], NAMED, "data: label '1' is none of the model's: bad, good"),
+        (["2", "0"], DEFAULT, [2, 0]),
+        (["2", "0"], {}, [2, 0]),
+        ([2, 0], {}, [2, 0]),
+        (["3"], DEFAULT, "data: label '3' is none of the model's: it has only numbers from 0 to 2"),
+        (["LABEL_1"], DEFAULT, [1]),
+    ],
+)
+@pytest.mark.parametrize("kind", [LabelledTexts, TaggedWords])
+def test_labels_of_a_trained_model(
+    labels: list[Any], known: dict[str, int], expected: Any, kind: Any, tmp_path: Path
+) -> None:
+    """For a trained model a word and a whole number are one label; what is no class is refused."""
+    rows = [
+        {"text": "a", "label": label}
+        if kind is LabelledTexts
+        else {"text": ["a"], "label": [label]}
+        for label in labels
+    ]
+    samples = labelled(tmp_path / "x.jsonl", "\n".join(map(json.dumps, rows)), kind)
+    classes = len(known) or 3
+    take_notes()
+    if isinstance(expected, str):
+        with pytest.raises(DataError, match=re.escape(expected)):
+            number_as_trained(samples, known, classes)
+        return
+    number_as_trained(samples, known, classes)
+    assert samples.labels == expected
+    # Class numbers of classes with names may be a mistake.
+    noted = ["data: labels are whole numbers and no class names; they are read as class numbers: "
+             "0 is 'bad'"]  # fmt: skip
+    assert take_notes() == (noted if known is NAMED else [])
+
+
+def test_names_of_numbers_in_another_order(tmp_path: Path) -> None:
+    """Integers that a data set describes by names are the trained classes of these names."""
+    import datasets
+
+    rows = datasets.Dataset.from_list([{"text": "a", "label": 1}, {"text": "a", "label": 0}])
+    label = datasets.ClassLabel(names=["good", "bad"])
+    rows.cast_column("label", label).to_parquet(str(tmp_path / "x.parquet"))
+    samples = LabelledTexts(
+        Corpus(format="parquet", path=(str(tmp_path / "x.parquet"),)), words(), 4
+    )
+    number_as_trained(samples, NAMED, 2)
+    assert samples.labels == [0, 1]
+
+
+def test_whole_numbers_as_names_are_in_their_order(tmp_path: Path) -> None:
+    """Class names that are whole numbers are numbered by value; one that is a word, by letters."""
+    names = [str(number) for number in range(12)]
+    assert number_labels(labelled(tmp_path / "x.jsonl", rows_of(*names[::-1])), None) == names
+    mixed = number_labels(labelled(tmp_path / "y.jsonl", rows_of("10", "9", "x")), None)
+    assert mixed == ["10", "9", "x"]
+    # A model to be trained that knows the names already.
+    stars = labelled(tmp_path / "z.jsonl", rows_of(5, 1))
+    assert number_labels(stars, None, STARS) == [*STARS]
+    assert stars.labels == [4, 0]
