@@ -84,7 +84,7 @@ def live(run: RunDir, rank: Rank, watchdog: Watchdog) -> int:
 
     from ortlaunch.worker import tasks
     from ortlaunch.worker.data import LoadedData
-    from ortlaunch.worker.data.own import find
+    from ortlaunch.worker.data.own import find, seed_generators
     from ortlaunch.worker.data.vocabulary import goes_on_with
     from ortlaunch.worker.data_audit import require_sound
     from ortlaunch.worker.model.matmul_precision import matmul_precision
@@ -93,6 +93,8 @@ def live(run: RunDir, rank: Rank, watchdog: Watchdog) -> int:
     from ortlaunch.worker.process_group.meeting import beating
     from ortlaunch.worker.session import build_session
 
+    # The user's modules may draw random numbers while they are imported.
+    seed_generators(recipe.seed)
     for field, name in (
         ("train.metric", recipe.train.metric),
         ("data.collate", recipe.data.collate),

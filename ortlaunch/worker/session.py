@@ -6,17 +6,21 @@ A Session is the only argument of a task. This module is independent of tasks an
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ortlaunch.errors import InputError
 from ortlaunch.launch_plan import Plan
 from ortlaunch.planning.process_memory import record_process_memory
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.folder import RunDir, read_json
+from ortlaunch.run_folder.origin import is_same_data
 from ortlaunch.worker.checkpoint import CompleteCheckpoint, choose, explain
 from ortlaunch.worker.data import Batches, LoadedData, load_data, reader, stack_of
+from ortlaunch.worker.data.identity import identity as of_data
 from ortlaunch.worker.data.vocabulary import goes_on_with, keep
 from ortlaunch.worker.engine.allocator import give_back_freed_memory
 from ortlaunch.worker.engine.engine import TrainingEngine, build_engine
@@ -60,6 +64,42 @@ class Session:
         return self.batches.read_ahead(self.group.rank, reader(self.recipe, self.group.device.type))
 
 
+def require_same_data(
+    key: str, found: Mapping[str, object] | None, recipe: Recipe, group: DistributedContext
+) -> None:
+    """Check that all ranks have the same samples (collective).
+
+    Args:
+        key: the recipe's field of the data, for the error.
+        found: the identity of this rank's samples; None: it reads none.
+        recipe: the recipe of the run.
+        group: all ranks.
+
+    Raises:
+        InputError: another rank has other samples; the same on all ranks.
+    """
+    of_ranks: list[Any] = [json.loads(text) for text in group.gather(json.dumps(found))]
+    first = of_ranks[0]
+    for rank, each in enumerate(of_ranks):
+        if each == first or (
+            {**each, "fingerprint": None} == {**first, "fingerprint": None}
+            and is_same_data(each["fingerprint"], first["fingerprint"])
+        ):
+            continue
+        if not recipe.data.is_custom:
+            raise InputError(
+                f"{key}: the ranks have listed different files; give a list that stays"
+            )
+        sizes = [of["samples"] for of in (each, first)]
+        many = "" if sizes[0] == sizes[1] else f" ({sizes[0]:,}, not {sizes[1]:,})"
+        raise InputError(
+            f"{key}: data.factory returns other samples on rank {rank} than on rank 0{many}. It must "
+            "return all samples, in one order, on each rank: ortlaunch shares them out. "
+            "Python's, NumPy's and torch's generators are seeded alike; sort sets and lists of "
+            "files, and seed generators of your own"
+        )
+
+
 def build_session(
     recipe: Recipe,
     plan: Plan,
@@ -90,6 +130,9 @@ def build_session(
     samples = data.evaluation if measures else data.train
     assert samples is not None, "the control side has looked for data.evaluation"
     trained_on = identity(None if measures else samples, model)
+    require_same_data("data.train", trained_on.get("data"), recipe, group)
+    if recipe.data.is_custom and data.evaluation is not None:
+        require_same_data("data.evaluation", of_data(data.evaluation), recipe, group)
     if found is not None:
         explain(run, recipe, found, trained_on, group)
     if group.rank == 0 and plan.traits.saves:
@@ -102,10 +145,6 @@ def build_session(
     built = time.perf_counter()
     batches = Batches(samples, plan.batch, recipe.seed, recipe.data.lengths, stack_of(recipe))
     first = 0
-    if batches.streams and len({*group.gather(str(trained_on))}) > 1:
-        raise InputError(
-            "data.train: the ranks have listed different files; give a list that stays"
-        )
     if found is not None and batches.streams:
         # Streamed samples before the checkpoint's are not kept.
         first = found.step

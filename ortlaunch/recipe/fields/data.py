@@ -169,7 +169,8 @@ class Corpus(Section):
     """`package.module:function` for format custom: returns an object with `__len__` and
     `__getitem__`; each item is a mapping from names of arguments of the model's forward to tensors
     (or numbers). For task lightning items are of any form of which torch's default_collate makes a
-    tensor, a list, or a mapping of tensors."""
+    tensor, a list, or a mapping of tensors. Before the call Python's, NumPy's and torch's random
+    generators are seeded by `seed`; a few samples are compared over the ranks and at a resume."""
     arguments: dict[str, Any] = {}
     """Keyword arguments for `factory`."""
 

@@ -240,7 +240,7 @@ def make_samples(
         DataError: the corpus cannot be read, or has fewer tokens than one sample.
     """
     if isinstance(source, Corpus) and source.format == "custom":
-        items = call("data.factory", str(source.factory), source.arguments)
+        items = call("data.factory", str(source.factory), source.arguments, recipe.seed)
         traits = recipe.model.traits
         return OwnSamples(items, is_mapping=recipe.data.collate is None and not traits.wrapper)
     seed = recipe.seed if seed is None else seed

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import hashlib
 import itertools
 import os
-import random
 import signal
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.utils.data import Dataset
 
@@ -189,15 +186,3 @@ def _be_left_alone(rank: int) -> Callable[[int], None]:
         die_with_parent(signal.SIGKILL, rank)
 
     return begin
-
-
-def seed_sample(seed: int, index: int, epoch: int) -> None:
-    """Seed torch, random and NumPy for one sample, so that any process draws the same values."""
-    # A hash, unlike a sum, gives different samples different seeds.
-    drawn = int.from_bytes(
-        hashlib.blake2b(f"{seed} {epoch} {index}".encode(), digest_size=7).digest(), "big"
-    )
-    torch.manual_seed(drawn)
-    random.seed(drawn)
-    # NumPy's legacy seed has 32 bits.
-    np.random.seed(drawn % (1 << 32))

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ortlaunch.launch_plan import BatchPlan
-from ortlaunch.worker.data.ahead import Ahead, Places, Reader, seed_sample
+from ortlaunch.worker.data.ahead import Ahead, Places, Reader
 from ortlaunch.worker.data.left_out import LeftOut
 from ortlaunch.worker.data.mixture import streams_of
 from ortlaunch.worker.data.order import Order
+from ortlaunch.worker.data.own import OwnSamples, restored_generators, seed_sample
 from ortlaunch.worker.data.samples import Samples, Stack, collate, cut_padding
 from ortlaunch.worker.data.streams.writer import Position
 
@@ -68,6 +69,10 @@ class Batches:
         self.seed = seed
         self.buckets = buckets
         self._stack = stack
+        self._are_own = any(
+            isinstance(getattr(part, "whole", part), OwnSamples)
+            for part in getattr(samples, "parts", [samples])
+        )
         # The samples of the latest step, sorted by length, under the step's first place.
         self._dealt: tuple[int, list[tuple[int, int]]] | None = None
         # A rank, and the reader of its micro batches.
@@ -163,9 +168,8 @@ class Batches:
         if reader.workers is None:
             yield
             return
-        read = self._read_drawn if reader.workers else self._read
         ahead = Ahead(
-            read,
+            self._read,
             lambda step, number: self._places(step, number, rank),
             self.batch.accumulation_steps,
             reader,
@@ -182,16 +186,22 @@ class Batches:
         whole = getattr(self.samples, "batch", None)
         if whole is not None:
             return self._cut(whole(places))
-        return self.stacked([self.samples.sample(index, epoch) for index, epoch in places])
+        return self.read(self.samples, places)
 
-    def _read_drawn(self, places: Places) -> dict[str, torch.Tensor]:
-        """Return a batch in a worker process, with random generators seeded for each sample."""
-        # Reseeding is safe there alone: in the rank it would disturb the training's random numbers.
-        taken = []
-        for index, epoch in places:
-            seed_sample(self.seed, index, epoch)
-            taken.append(self.samples.sample(index, epoch))
-        return self.stacked(taken)
+    def read(self, samples: Samples, places: Places) -> dict[str, torch.Tensor]:
+        """Return the batch of these (index, epoch) of samples: the training's, or others.
+
+        The user's own samples are read with random generators seeded for each of them, and leave
+        the training's random numbers as they were.
+        """
+        if not self._are_own:
+            return self.stacked([samples.sample(index, epoch) for index, epoch in places])
+        with restored_generators():
+            taken = []
+            for index, epoch in places:
+                seed_sample(self.seed, index, epoch)
+                taken.append(samples.sample(index, epoch))
+            return self.stacked(taken)
 
     def stacked(self, samples: list[Any]) -> dict[str, torch.Tensor]:
         """Return a batch of these samples in the form that the model accepts."""

@@ -11,6 +11,7 @@ import numpy as np
 
 from ortlaunch.worker.data.mixture import Mixture, SplitPart
 from ortlaunch.worker.data.order import order_name
+from ortlaunch.worker.data.own import SAMPLES
 from ortlaunch.worker.data.packs import Packs
 from ortlaunch.worker.data.samples import Samples
 from ortlaunch.worker.data.streams.samples import StreamedSamples
@@ -24,7 +25,8 @@ _TOKENS = 4096
 def identity(samples: Samples) -> dict[str, object]:
     """Return the identity of a data set: `samples`, `fingerprint` and `order`.
 
-    The fingerprint is of tokens or texts; it is None for custom data, whose items may be random.
+    The fingerprint is of tokens, texts or a few of the user's own samples; it is None if these are
+    random.
     """
     held = _held_out(samples)
     found: dict[str, object] = {
@@ -53,13 +55,16 @@ def _order(samples: Samples) -> str:
 def _fingerprint(samples: object) -> str | None:
     if isinstance(samples, Mixture):
         parts = [_fingerprint(part) for part in samples.parts]
-        return (
-            None
-            if None in parts
-            else hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
-        )
-    if isinstance(samples, StreamedSamples):
-        return samples.fingerprint
+        known = [part for part in parts if part]
+        if len(known) < len(parts):
+            return None
+        if known[0].startswith(SAMPLES):
+            return " ".join(known)
+        return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
+    # Of a stream, or of the user's own samples.
+    if hasattr(samples, "fingerprint"):
+        own: str | None = samples.fingerprint
+        return own
     if hasattr(samples, "tokens"):
         tokens = samples.tokens
         found = hashlib.blake2b(str(len(samples.tokens)).encode(), digest_size=8)

@@ -1,13 +1,22 @@
-"""Samples and batches made by the user's own `module:function`."""
+"""Samples and batches made by the user's own `module:function`.
+
+Its random generators are seeded by the recipe, so that it draws the same values on every rank, in
+every process that reads, and at a resume.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import hashlib
 import inspect
 import itertools
-from collections.abc import Callable, Mapping
+import random
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
+import numpy as np
 import torch
 
 from ortlaunch.json_types import Json
@@ -16,6 +25,44 @@ from ortlaunch.worker.data.samples import Sample
 
 # The name of a batch that is one tensor, and the start of names of a list's tensors.
 _BATCH = "_batch"
+# The first word of a fingerprint of samples.
+SAMPLES = "samples"
+# Samples of a fingerprint, reads of each, and elements of a tensor in it.
+_SOME = 5
+_READS = 3
+_ELEMENTS = 16
+
+
+def seed_generators(seed: int) -> None:
+    """Seed all generators, those of GPUs included."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    # NumPy's legacy seed has 32 bits.
+    np.random.seed(seed % (1 << 32))
+
+
+def seed_sample(seed: int, index: int, epoch: int) -> None:
+    """Seed the generators of the CPU for one sample, so that any process draws the same values."""
+    # A hash, unlike a sum, gives different samples different seeds.
+    drawn = int.from_bytes(
+        hashlib.blake2b(f"{seed} {epoch} {index}".encode(), digest_size=7).digest(), "big"
+    )
+    # A GPU's generator is the training's own.
+    torch.default_generator.manual_seed(drawn)
+    random.seed(drawn)
+    np.random.seed(drawn % (1 << 32))
+
+
+@contextlib.contextmanager
+def restored_generators() -> Iterator[None]:
+    """Restore the states of the CPU's generators when the context closes."""
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])
 
 
 def find(key: str, target: str) -> Any:
@@ -44,12 +91,19 @@ def find(key: str, target: str) -> Any:
     return found
 
 
-def call(key: str, target: str, arguments: Json) -> Any:
+def call(key: str, target: str, arguments: Json, seed: int) -> Any:
     """Call the user's own `module:function`, and return its result.
+
+    Args:
+        key: the recipe's field, for errors.
+        target: `module:function`.
+        arguments: the function's arguments by name.
+        seed: all random generators are seeded with it, before the import and before the call.
 
     Raises:
         DataError: there is no such module or function, or it does not accept the arguments.
     """
+    seed_generators(seed)
     found = find(key, target)
     # Checked before the call, so that a TypeError within the function keeps its own traceback.
     try:
@@ -58,6 +112,7 @@ def call(key: str, target: str, arguments: Json) -> Any:
         raise DataError(
             f"{key}: {target}{inspect.signature(found)} and its `arguments` differ: {error}"
         ) from None
+    seed_generators(seed)
     return found(**arguments)
 
 
@@ -111,6 +166,28 @@ def in_own_form(batch: dict[str, torch.Tensor]) -> Any:
     return batch.get(_BATCH, listed)
 
 
+def _form(value: Any) -> object:
+    """Return a value as text and numbers that are the same in every process and on every CPU."""
+    if isinstance(value, Mapping):
+        return [(str(name), _form(each)) for name, each in value.items()]
+    if isinstance(value, (list, tuple)):
+        return [_form(each) for each in value]
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+        value = value.detach().cpu()
+        value = value.float().numpy() if value.is_floating_point() else value.numpy()
+    elif isinstance(value, (int, float, complex)):
+        value = np.asarray(value)
+    if isinstance(value, (str, bytes)) or value is None:
+        return value
+    if not isinstance(value, (np.ndarray, np.generic)) or value.dtype.hasobject:
+        return type(value).__name__
+    if value.dtype.kind not in "fc" or not value.size:
+        return value.shape, hashlib.blake2b(value.tobytes(), digest_size=8).hexdigest()
+    # Some elements, rounded: CPUs differ in the last digits, and wholly where values cancel out.
+    size = np.abs(value.ravel()[:: max(1, value.size // _ELEMENTS)]).astype(float)
+    return value.shape, [f"{each:.3g}" for each in np.where(size < size.max() / 1e4, 0, size)]
+
+
 class OwnSamples:
     """The user's own data set: any object with `__len__` and `__getitem__`."""
 
@@ -139,6 +216,27 @@ class OwnSamples:
             )
         self.items = items
         self.is_mapping = is_mapping
+
+    @functools.cached_property
+    def fingerprint(self) -> str | None:
+        """Hashes of a few samples; None if reads of one sample differ, so that it is random."""
+        found = [SAMPLES]
+        with restored_generators():
+            for index in np.linspace(0, len(self) - 1, min(_SOME, len(self)), dtype=int).tolist():
+                hashes = {self._hash_of(index) for _ in range(_READS)}
+                if len(hashes) > 1:
+                    return None
+                found += hashes
+        return " ".join(found)
+
+    def _hash_of(self, index: int) -> str:
+        seed_sample(0, index, 0)
+        try:
+            form = _form(self.sample(index, 0))
+        # The user's code may raise anything. It does so again where the training reads the sample.
+        except Exception as error:
+            form = type(error).__name__
+        return hashlib.blake2b(repr(form).encode(), digest_size=4).hexdigest()
 
     def __len__(self) -> int:
         return len(self.items)

@@ -16,6 +16,7 @@ from torch import nn
 from ortlaunch.run_folder.folder import write_json
 from ortlaunch.run_folder.records import as_json
 from ortlaunch.worker.data import IGNORED, Samples
+from ortlaunch.worker.data.own import seed_generators
 from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.evaluation.measure import measures
 from ortlaunch.worker.evaluation.own_metric import OwnMetric
@@ -47,7 +48,7 @@ def turns(session: Session, samples: Samples) -> Iterator[tuple[Batch, range]]:
         first = turn + group.rank * micro
         counted = range(first, min(first + micro, len(samples)))
         yield (
-            session.batches.stacked([samples.sample(i, epoch=0) for i in counted or range(1)]),
+            session.batches.read(samples, [(index, 0) for index in counted or range(1)]),
             counted,
         )
 
@@ -73,6 +74,8 @@ def evaluate(
     """
     engine = session.engine
     group = session.group
+    # The model's own random numbers are then those of any other evaluation of these weights.
+    seed_generators(session.recipe.seed)
     own_metric = OwnMetric(session.recipe.train.metric)
     total = 0.0
     seen = 0.0
@@ -118,6 +121,7 @@ def evaluate(
         if confusion is not None and group.rank == 0 and session.run is not None:
             write_json(session.run.confusion, as_json(confusion))
     found |= numbers.read(group) if engine.plain.has_numbers else {}
+    seed_generators(session.recipe.seed)
     # Last, because the user's names must differ from all others.
     return found | own_metric.read(group, found)
 

@@ -24,7 +24,7 @@ from ortlaunch.recipe.fields.model import Lora
 from ortlaunch.recipe.text.words import closest
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker.data import LoadedData, call
-from ortlaunch.worker.data.own import find
+from ortlaunch.worker.data.own import find, seed_generators
 from ortlaunch.worker.data.tokenizer import pinned
 from ortlaunch.worker.data.vocabulary import labels_of_recipe
 from ortlaunch.worker.model import packing
@@ -192,11 +192,13 @@ def build_model(recipe: Recipe, data: LoadedData) -> LossModule:
 
     The same seed gives the same weights on every rank and engine.
     """
-    torch.manual_seed(recipe.seed)
+    seed_generators(recipe.seed)
     generates_with_cache = None
     loaded = None
     if recipe.model.traits.is_own:
-        model = call("model.factory", str(recipe.model.factory), recipe.model.arguments)
+        model = call(
+            "model.factory", str(recipe.model.factory), recipe.model.arguments, recipe.seed
+        )
         if not isinstance(model, nn.Module):
             raise InputError(
                 f"model.factory returned {type(model).__name__}; it must return a torch.nn.Module"

@@ -17,6 +17,7 @@ from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.folder import write_json
 from ortlaunch.worker import checkpoint
 from ortlaunch.worker.data import Batches
+from ortlaunch.worker.data.own import seed_generators
 from ortlaunch.worker.engine.schedule import factor
 from ortlaunch.worker.engine.stepping import Stepped
 from ortlaunch.worker.evaluation.evaluation import evaluate, evaluation_names
@@ -379,7 +380,7 @@ def _passes(session: Session, step: int) -> list[torch.Tensor]:
     """Run forward and backward of each micro batch of this rank; return the weighted losses."""
     engine = session.engine
     group = session.group
-    torch.manual_seed(step_seed(session.recipe.seed, step, group.rank))
+    seed_generators(step_seed(session.recipe.seed, step, group.rank))
     last = session.plan.batch.accumulation_steps - 1
     engine.stepper.numbers.begin()
     return [

@@ -34,7 +34,7 @@ class Hook:
         self.last_step = session.recipe.train.steps
         self.own = None
         if self.name is not None and session.group.rank == 0:
-            self.own = call("train.hook", self.name, {})
+            self.own = call("train.hook", self.name, {}, session.recipe.seed)
             _require_known(self.name, self.own)
 
     def on_step(self, step: int, values: dict[str, object]) -> None:

@@ -75,10 +75,14 @@ def test_the_same_batches_as_without(reader: Reader) -> None:
 
 
 def test_processes_read_and_draw_alike() -> None:
-    """Random values of a sample depend on seed, epoch and sample alone, not on the process."""
+    """Random values of a sample depend on seed, epoch and sample alone, not on the process.
+
+    The training's own random numbers stay as they were.
+    """
+    states = [torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()]
     drawn = {}
     readers = set()
-    for workers, first in ((1, 0), (3, 0), (2, 5)):
+    for workers, first in ((None, 3), (1, 0), (3, 0), (2, 5)):
         batches = batches_of(Items())
         with batches.read_ahead(0, Reader(workers)):
             # 20 steps of 4 samples are two epochs of 40.
@@ -91,7 +95,8 @@ def test_processes_read_and_draw_alike() -> None:
     # Every sample of each epoch, each with values of its own.
     assert len(drawn) == 80
     assert len({tuple(values) for values in drawn.values()}) == 80
-    assert os.getpid() not in readers
+    after = [torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()]
+    assert after == states
 
 
 @pytest.mark.parametrize("reader", READERS[1:], ids=str)

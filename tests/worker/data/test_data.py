@@ -271,7 +271,7 @@ def test_a_factory_that_is_not_there(
     """A missing module or function, or arguments that do not match, are named."""
     module(text)
     with pytest.raises(DataError, match=message):
-        call("data.factory", target, arguments)
+        call("data.factory", target, arguments, 0)
 
 
 @pytest.mark.parametrize(
@@ -290,14 +290,14 @@ def test_an_error_of_the_users_own_code_stays_what_it_is(
     module(text)
     # A module that is missing within the user's module is not the module of the recipe.
     with pytest.raises(error, match=message) as caught:
-        call("data.factory", "own_module:make", {})
+        call("data.factory", "own_module:make", {}, 0)
     assert not isinstance(caught.value, DataError)
 
 
 def test_a_factory_gets_its_arguments(module: Any) -> None:
     """Arguments of the recipe are passed to the function by name."""
     module(FUNCTION)
-    assert call("data.factory", "own_module:make", {"b": 5, "a": 1}) == [1, 5]
+    assert call("data.factory", "own_module:make", {"b": 5, "a": 1}, 0) == [1, 5]
 
 
 @pytest.mark.parametrize("items", [None, 3, [], iter([1]), {1, 2}, {"train": [1]}])
