@@ -18,6 +18,7 @@
     ├── BadStepError          the numbers of a step are bad
     │   ├── NonFiniteError    a loss or a gradient is inf or nan, and would spoil the weights
     │   └── LossSpikeError    a loss jumped, and train.on_spike requests an end
+    ├── DataWorkerError       a process of data.workers ended, or could not hand over a batch
     ├── HookError             the user's own hook, metric or samples raised
     └── CheckpointError       a checkpoint cannot be written or read
         ├── LastSaveError     the save at the end failed, and checkpoint.on_failure is continue
@@ -174,6 +175,12 @@ class LossSpikeError(BadStepError):
     """A loss is far above those before it; the message names the step and the samples."""
 
     cause = Cause.LOSS_SPIKE
+
+
+class DataWorkerError(OrtlaunchError):
+    """A process of `data.workers` ended, or could not hand over a batch; the message is all."""
+
+    cause = Cause.BAD_INPUT
 
 
 class HookError(OrtlaunchError):

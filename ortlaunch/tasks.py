@@ -91,6 +91,16 @@ class ShowDataRequest(NamedTuple):
     """Whether the result is printed as JSON."""
 
 
+class BatchBytesRequest(NamedTuple):
+    """A request for the bytes of one micro batch."""
+
+    recipe: str
+    """The resolved recipe, as YAML."""
+    modules: str
+    """Folder that may have the user's own modules."""
+    micro_samples: int
+
+
 class PredictionRequest(NamedTuple):
     """A request to predict the seconds of a step and the memory of a rank, into the cache."""
 
@@ -133,7 +143,7 @@ class ImportRequest(NamedTuple):
 
 Request = (
     ExportRequest | PushRequest | GenerationRequest | ModelEvaluationRequest | DataRequest | ShowDataRequest
-    | PredictionRequest | DeviceRequest | ImportRequest
+    | BatchBytesRequest | PredictionRequest | DeviceRequest | ImportRequest
 )  # fmt: skip
 
 
@@ -173,6 +183,7 @@ TASKS = {
     "evaluate model": Task("ortlaunch.worker.evaluation.evaluate_model", ModelEvaluationRequest),
     "prepare data": Task("ortlaunch.worker.tasks.prepare_data", DataRequest),
     "show data": Task("ortlaunch.worker.tasks.show_data", ShowDataRequest),
+    "batch bytes": Task("ortlaunch.worker.tasks.batch_bytes", BatchBytesRequest),
     "predict": Task("ortlaunch.worker.tasks.predict", PredictionRequest),
     "device": Task("ortlaunch.worker.device.verbs", DeviceRequest),
     "device_import": Task("ortlaunch.worker.export.import_checkpoint", ImportRequest),

@@ -26,7 +26,7 @@ class Finding:
     """For a host: `reached`, `interpreter`, `packages`, `alias`, `address`, `interface`, `port`,
     `udp`, `mtu`, `gpus`, `run folder`, `disk`, `clock`, `cpus`, `/dev/shm`, `open files`,
     `memlock`, `gpus idle` or `stale`. For this machine also `python`, `torch`, `ort`, `deepspeed`,
-    `mpi`, `nccl`, `cache` or `recipe`. For `selftest`: `matrix rate`, `link`, `all-reduce` or
+    `mpi`, `nccl`, `cache`, `recipe` or `data`. For `selftest`: `matrix rate`, `link`, `all-reduce` or
     `ranks`, and `train BACKEND`."""
     verdict: Literal["ok", "warning", "failed"]
     """`failed`: a run on this host would fail."""

@@ -35,6 +35,7 @@ class HostRequirements(NamedTuple):
     quick: bool = False  # check only for failures, not for a slow run
     interface: str | None = None  # the network interface where ranks meet
     port: int = 0  # the port of the first host where ranks meet; 0: any
+    shared_bytes: int = 0  # bytes of /dev/shm that data workers need on a host
     ports: tuple[int, int] | None = None  # range of ports that all hosts must reach of each other
 
     @property
@@ -280,13 +281,16 @@ def _slow(
     """Yield findings on conditions that may slow a run, or end it late."""
     properties = answer.properties
     skew = answer.skew
+    needed = human(required.shared_bytes)
+    workers = f", and data.workers read {needed} ahead" if required.shared_bytes else ""
     checks = [
         ("clock", abs(skew) - answer.doubt <= _SKEW_SECONDS, f"{skew:+.1f} s apart from this host",
          "synchronize it with a time server"),
         ("cpus", properties["cpus"] == usual_cpus, f"{properties['cpus']}, where most hosts have {usual_cpus}",
          "check its cpuset and launch.binding; the slowest host determines the speed"),
-        ("/dev/shm", properties["shm"] >= _LITTLE_SHM, f"{human(properties['shm'])} free",
-         "make it larger, for NCCL"),
+        ("/dev/shm", properties["shm"] >= max(_LITTLE_SHM, required.shared_bytes),
+         f"{human(properties['shm'])} free" + workers,
+         "make it larger, for NCCL and data.workers (docker run --shm-size), or lower data.workers"),
         ("open files", properties["open_files"] < 0 or properties["open_files"] >= _FEW_FILES,
          f"at most {properties['open_files']}",
          "ulimit -n 65536"),

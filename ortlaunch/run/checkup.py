@@ -9,14 +9,17 @@ from typing import NamedTuple
 
 from ortlaunch import machine
 from ortlaunch.doctor import here, hosts
-from ortlaunch.doctor.finding import Finding
+from ortlaunch.doctor.finding import FAILED, Finding
 from ortlaunch.doctor.hosts import HostRequirements
-from ortlaunch.errors import PlanError
+from ortlaunch.errors import PlanError, RunError, first_line
 from ortlaunch.launch_plan import Node
 from ortlaunch.planning.hosts import hostfile_text, parse_hostfile, select
 from ortlaunch.planning.slurm_names import hosts_of_job
 from ortlaunch.planning.world import LaunchOptions
+from ortlaunch.recipe import to_yaml
+from ortlaunch.recipe.fields.data import BATCHES_EACH_WORKER
 from ortlaunch.resolve.resolve import ResolvedRun, resolve
+from ortlaunch.tasks import BatchBytesRequest, answer_of
 
 
 class CheckupOptions(NamedTuple):
@@ -70,11 +73,32 @@ def checkup(
         ports=place.ports,
     )
     chosen = resolved.file.recipe if resolved else None
-    return (
+    unread = []
+    try:
+        asked = asked._replace(shared_bytes=_bytes_read_ahead(resolved) if resolved else 0)
+    except RunError as error:
+        unread = [Finding(here.HERE, "data", FAILED, first_line(error))]
+    return unread + (
         hosts.check_hosts(asked)
         if options.hostfile
         else here.check_this_host(asked, chosen, resolved.world if resolved else None)
     )
+
+
+def _bytes_read_ahead(resolved: ResolvedRun) -> int:
+    """Return the bytes of the batches that the data workers of one host hold in /dev/shm.
+
+    Raises:
+        RunError: the data cannot be read here.
+    """
+    recipe = resolved.file.recipe
+    if not recipe.data.workers:
+        return 0
+    batch = BatchBytesRequest(
+        to_yaml(recipe), str(resolved.command.modules), resolved.work.batch.micro_samples
+    )
+    ranks = max(node.slots for node in resolved.world.nodes)
+    return int(answer_of(batch)) * recipe.data.workers * BATCHES_EACH_WORKER * ranks
 
 
 def _refuse_unused(options: LaunchOptions, starts: bool) -> None:

@@ -54,6 +54,8 @@ PromptChoice = Annotated[
 ]
 
 
+# Micro batches that each of `data.workers` reads ahead.
+BATCHES_EACH_WORKER = 2
 _UNITS = {"MiB": 20, "GiB": 30, "TiB": 40}
 
 

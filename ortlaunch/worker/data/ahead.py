@@ -8,27 +8,52 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import itertools
+import multiprocessing.connection
+import multiprocessing.queues
 import os
 import signal
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import Dataset
 
 from ortlaunch.die_with_parent import die_with_parent
-from ortlaunch.errors import HookError, InputError, OrtlaunchError
+from ortlaunch.errors import DataWorkerError, HookError, InputError, OrtlaunchError, first_line
+from ortlaunch.recipe.fields.data import BATCHES_EACH_WORKER
 from ortlaunch.worker.supervision.child import PASSED_ON
 
 Batch = dict[str, torch.Tensor]
 Places = list[tuple[int, int]]  # (sample, epoch)
 Read = Callable[[Places], Batch]
-# Micro batches that are read ahead: by the thread, and by each worker process.
+# Micro batches that the thread reads ahead.
 _THREADS_OWN = 2
-_EACH_WORKERS = 2
+# Seconds between looks for an ended worker process while no batch comes; seconds in which its end
+# is seen after an error; bytes of its own error.
+_LOOK_SECONDS = 1.0
+_END_SECONDS = 2.0
+_ERROR_BYTES = 4000
+_MEMORY = "it was most likely out of memory: lower data.workers or batch.micro_size"
+_SHARED = (
+    "batches are handed over in /dev/shm, which is full: make it larger (docker run --shm-size=8g), "
+    "or lower data.workers; data.workers=0 needs none"
+)
+# What the end of a worker or its error contains -> the remedy.
+_REMEDIES = {
+    "SIGKILL": _MEMORY,
+    "MemoryError": _MEMORY,
+    "Cannot allocate memory": _MEMORY,
+    "SIGBUS": _SHARED,
+    "(shm)": _SHARED,
+    "No space left": _SHARED,
+    "AF_UNIX path": "set TMPDIR to a shorter path",
+    "Too many open files": "raise the limit of open files: ulimit -n 65536",
+}
 
 
 class Reader(NamedTuple):
@@ -126,30 +151,79 @@ def _by_thread(read: Read, ahead: Iterator[Places], reader: Reader) -> Iterator[
 def _by_processes(read: Read, ahead: Iterator[Places], reader: Reader) -> Iterator[Any]:
     """Yield batches that forked worker processes read."""
     from torch.utils.data import DataLoader
+    from torch.utils.data._utils import signal_handling
 
+    receiver, sender = os.pipe()
+    os.set_blocking(receiver, False)
     # Forked processes share the memory of the samples. They end with the rank; stop signals, which
     # also reach them, are ignored there. The generator of its own keeps DataLoader from drawing
     # its base seed from the training's random numbers.
     loader: Any = DataLoader(
         _Reads(read), batch_size=None, sampler=ahead, num_workers=int(reader.workers or 0),
-        prefetch_factor=_EACH_WORKERS, pin_memory=reader.pinned, worker_init_fn=_be_left_alone(os.getpid()),
+        prefetch_factor=BATCHES_EACH_WORKER, pin_memory=reader.pinned,
+        worker_init_fn=_be_left_alone(os.getpid(), sender),
         generator=torch.Generator(), multiprocessing_context="fork",
     )  # fmt: skip
     # A stop signal waits until the new process ignores it; else it would end the process.
+    others = multiprocessing.active_children()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
     try:
         found = iter(loader)
+    except OSError as error:
+        # They ignore the signal that would end them with the rank.
+        for worker in {*multiprocessing.active_children()} - {*others}:
+            worker.kill()
+        raise _failure(f"no process could be started: {first_line(error)}") from error
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        os.close(sender)
+    workers = found._workers
+    # Else torch's handler of SIGCHLD would raise anywhere in the training.
+    signal_handling._remove_worker_pids(id(found))
+    found._worker_pids_set = False
+    # torch's own are five seconds.
+    found._try_get_data = functools.partial(found._try_get_data, _LOOK_SECONDS)
     try:
-        yield from found
+        while True:
+            try:
+                batch = next(found)
+            # ConnectionError among them, where a worker ended while its batch was taken.
+            except (OSError, EOFError, RuntimeError) as error:
+                raise _failure(_end_of(workers, receiver) or first_line(error)) from error
+            yield batch
     finally:
-        workers = found._workers
+        os.close(receiver)
         found._shutdown_workers()
         # A worker that hangs in a sample outlives the shutdown; a closed one raises ValueError.
         for worker in workers:
             with contextlib.suppress(ValueError):
                 worker.kill()
+
+
+def _end_of(workers: Sequence[BaseProcess], receiver: int) -> str:
+    """Return how a worker process ended, or failed to hand over a batch; "" if none did."""
+    multiprocessing.connection.wait([worker.sentinel for worker in workers], _END_SECONDS)
+    # A worker writes its error before it ends.
+    with contextlib.suppress(BlockingIOError):
+        if text := os.read(receiver, _ERROR_BYTES):
+            line = text.decode(errors="replace").splitlines()[0]
+            return f"a worker process could not hand over a batch: {line}"
+    for worker in workers:
+        if status := worker.exitcode:
+            by = (
+                f"was killed by {signal.Signals(-status).name}"
+                if status < 0
+                else f"ended with exit status {status}"
+            )
+            return f"a worker process {by}"
+    return ""
+
+
+def _failure(reason: str) -> DataWorkerError:
+    """Return the error of a failure, with its remedy."""
+    mend = next((mend for part, mend in _REMEDIES.items() if part in reason), "try data.workers=0")
+    # Another start on this host would fail again, unless memory was short by chance.
+    return DataWorkerError(f"data.workers: {reason}; {mend}", 2 if mend is _SHARED else 1)
 
 
 class _Reads(Dataset[Batch | OrtlaunchError]):
@@ -175,14 +249,27 @@ class _Reads(Dataset[Batch | OrtlaunchError]):
             )
 
 
-def _be_left_alone(rank: int) -> Callable[[int], None]:
-    """Return the start function of a worker process, which ties the process to its rank."""
+def _be_left_alone(rank: int, sender: int) -> Callable[[int], None]:
+    """Return the start function of a worker process, which ties the process to its rank.
+
+    Args:
+        rank: the rank's process id.
+        sender: the descriptor to which an error is written.
+    """
+
+    def end(error: Exception, item: object) -> None:
+        """End the process with the error of the thread that hands over its batches."""
+        # Otherwise the thread would print the error, and the rank would wait for the batch for ever.
+        traceback.print_exception(error)
+        os.write(sender, f"{type(error).__name__}: {first_line(error)}\n".encode()[:_ERROR_BYTES])
+        os._exit(1)
 
     def begin(number: int) -> None:
         # The rank alone handles stop signals; the workers end when the rank has ended.
         for each in PASSED_ON:
             signal.signal(each, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
+        multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(end)  # type: ignore[attr-defined]
         die_with_parent(signal.SIGKILL, rank)
 
     return begin

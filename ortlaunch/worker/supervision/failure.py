@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ortlaunch import machine
 from ortlaunch.cause import Cause
-from ortlaunch.errors import BadStepError, FileError, OrtlaunchError
+from ortlaunch.errors import BadStepError, DataWorkerError, FileError, OrtlaunchError
 from ortlaunch.json_types import Json
 from ortlaunch.rank import EXIT_SAVED, Rank
 from ortlaunch.run_folder.cause_text import CRASHES
@@ -176,7 +176,7 @@ def of_own_exit(code: int) -> int:
 def _cause_of(error: BaseException, text: str, no_space: str) -> tuple[Cause, str]:
     """Return the cause of a rank's own exception, and the line that shows it."""
     own = error.cause if isinstance(error, OrtlaunchError) else None
-    if isinstance(error, BadStepError) and own is not None:
+    if isinstance(error, (BadStepError, DataWorkerError)) and own is not None:
         return own, error.detail
     named = _memory_or_disk(cause_in(text), no_space)
     # A FileError has its own remedy.

@@ -6,6 +6,7 @@ import contextlib
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ from ortlaunch.doctor import here, probe
 from ortlaunch.doctor.fabric import judge
 from ortlaunch.doctor.finding import FAILED, OK, WARNING
 from ortlaunch.doctor.hosts import HostRequirements
-from ortlaunch.errors import MissingDependency, PlanError
+from ortlaunch.errors import MissingDependency, PlanError, RunError
 from ortlaunch.launch_plan import Node
 from ortlaunch.planning.world import LaunchOptions
+from ortlaunch.recipe import to_yaml
+from ortlaunch.run import checkup as checkup_module
 from ortlaunch.run.checkup import CheckupOptions, checkup
-from tests.makers import recipe, world_of
+from tests.makers import CUSTOM, recipe, world_of
 
 # Host, slots, first rank, devices: three hosts form a ring, so that each has two links.
 NODES = (Node("a", 2, 0, (0, 1)), Node("b", 2, 2, (0, 1)), Node("c", 2, 4, (0, 1)))
@@ -171,6 +174,30 @@ def test_options_that_would_do_nothing(options: dict[str, Any], message: str) ->
     """An option that has no effect without a recipe or a host file is refused."""
     with pytest.raises(PlanError, match=message):
         checkup(None, (), LaunchOptions(**options), CheckupOptions(), {})
+
+
+@pytest.mark.usefixtures("workbench")
+def test_data_workers_need_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batches that data.workers read ahead are compared with /dev/shm; bad data is a finding."""
+    Path("r.yaml").write_text(to_yaml(recipe(data={**CUSTOM["data"], "workers": 3})))
+
+    def of_data(answer: Callable[[], str]) -> Any:
+        monkeypatch.setattr(checkup_module, "answer_of", lambda request: answer())
+        options = LaunchOptions(processes_per_node=2)
+        found = checkup(Path("r.yaml"), (), options, CheckupOptions(), {})
+        return {one.check: (one.verdict, one.what) for one in found}
+
+    # 3 workers of each of 2 ranks read 2 batches ahead.
+    verdict, what = of_data(lambda: str(1 << 40))["/dev/shm"]
+    assert (verdict, what.partition("free, ")[2]) == (
+        WARNING,
+        "and data.workers read 12.0 TiB ahead",
+    )
+
+    def fail() -> str:
+        raise RunError("data.factory returned int")
+
+    assert of_data(fail)["data"] == (FAILED, "data.factory returned int")
 
 
 def test_ranks_of_this_user_alone_are_stale(

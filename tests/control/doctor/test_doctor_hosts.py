@@ -66,6 +66,12 @@ def tells(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         ({"token": None}, "run folder", FAILED, "the folder there is not the one here"),
         ({"free": 10}, "disk", FAILED, "10 B free, and checkpoints take 1.0 KiB"),
         ({"shm": 1 << 20}, "/dev/shm", WARNING, "1.0 MiB free"),
+        (
+            {"shm": 95 << 20},
+            "/dev/shm",
+            WARNING,
+            "95.0 MiB free, and data.workers read 96.0 MiB ahead",
+        ),
         ({"open_files": 256}, "open files", WARNING, "at most 256"),
         ({"answer": WELL._replace(skew=-30.0)}, "clock", WARNING, "-30.0 s apart from this host"),
         (
@@ -108,7 +114,7 @@ def test_what_is_wrong(
     A quick check, as before a run, has a failure only where the full check has one.
     """
     tells(**told)
-    asked = HostRequirements(NODES, "cuda", tmp_path, 1024, interface="eth0")
+    asked = HostRequirements(NODES, "cuda", tmp_path, 1024, interface="eth0", shared_bytes=96 << 20)
     wrong = [finding for finding in check_hosts(asked) if finding.verdict != "ok"]
     assert [(one.host, one.check, one.verdict) for one in wrong] == [("b", check, verdict)]
     assert what in wrong[0].what

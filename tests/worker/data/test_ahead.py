@@ -6,8 +6,10 @@ import multiprocessing
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,14 @@ import numpy as np
 import pytest
 import torch
 
-from ortlaunch.errors import HookError
+from ortlaunch.errors import DataWorkerError, HookError
 from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.worker.data import Batches, OwnSamples
+from ortlaunch.worker.data import ahead as ahead_module
 from ortlaunch.worker.data.ahead import Reader
 from ortlaunch.worker.data.own import OwnCollate
 from ortlaunch.worker.data.reading import DataError
+from tests import labs
 from tests.makers import recipe
 from tests.training import train_here
 from tests.worker.tasks.test_train import ROWS, Line
@@ -110,6 +114,86 @@ def test_what_is_wrong_with_a_sample_is_told(reader: Reader) -> None:
         taken(batches, [(0, 0), (0, 1), (1, 0)])
         with pytest.raises(DataError, match=f"^sample {bad} is bad$"):
             batches.micro_batch(1, 1, 0)
+
+
+class Ending(Items):
+    """Samples of which one ends its process, or cannot be handed over, as HOW names it."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        how = os.environ["HOW"]
+        if how.startswith("SIG") and index == 7:
+            os.kill(os.getpid(), signal.Signals[how])
+        if how == "exit" and index == 7:
+            os._exit(3)
+        # torch hands over no tensor of a graph.
+        return {"x": torch.ones((), requires_grad=how == "graph") * index}
+
+
+@pytest.mark.parametrize(
+    ("how", "message", "status"),
+    [
+        ("SIGKILL", "a worker process was killed by SIGKILL; it was most likely out of memory: lower", 1),
+        ("SIGBUS", "a worker process was killed by SIGBUS; batches are handed over in /dev/shm, which", 2),
+        ("exit", "a worker process ended with exit status 3; try data.workers=0", 1),
+        ("graph", "a worker process could not hand over a batch: RuntimeError: Cowardly refusing", 1),
+        ("sockets", "could not hand over a batch: OSError: AF_UNIX path too long; set TMPDIR to a", 1),
+    ],
+)  # fmt: skip
+def test_a_worker_that_fails_ends_the_reading(
+    how: str, message: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that ended, or cannot hand over its batch, is an error at once and by its name."""
+    monkeypatch.setattr(ahead_module, "_LOOK_SECONDS", 0.1)
+    monkeypatch.setenv("HOW", how)
+    if how == "sockets":
+        # Of a long TMPDIR.
+        folder = tmp_path / ("x" * 100)
+        folder.mkdir()
+        process: Any = multiprocessing.process.current_process()
+        monkeypatch.setitem(process._config, "tempdir", str(folder))
+    batches = batches_of(Ending())
+    began = time.monotonic()
+
+    def read_all() -> None:
+        for step in range(10):
+            for number in (0, 1):
+                batches.micro_batch(step, number, 0)
+
+    with batches.read_ahead(0, Reader(2)), pytest.raises(DataWorkerError) as raised:
+        read_all()
+    assert message in str(raised.value)
+    assert str(raised.value).startswith("data.workers: ")
+    assert raised.value.exit_status == status
+    assert time.monotonic() - began < 5
+    assert not multiprocessing.active_children()
+
+
+LARGE = """
+import torch
+from ortlaunch.launch_plan import BatchPlan
+from ortlaunch.worker.data import Batches, OwnSamples
+from ortlaunch.worker.data.ahead import Reader
+samples = OwnSamples([{"x": torch.zeros(1_000_000)}] * 8)
+batches = Batches(samples, BatchPlan(4, 4, 1, 1, None), 0)
+with batches.read_ahead(0, Reader(2)):
+    batches.micro_batch(0, 0, 0)
+"""
+
+
+@pytest.mark.lab
+def test_a_full_dev_shm_ends_the_reading() -> None:
+    """Batches that do not fit into /dev/shm are an error with the remedy, not a wait."""
+    script = f'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "{sys.executable}" -c "$0"'
+    done = subprocess.run(["unshare", "--mount", "sh", "-c", script, LARGE],
+                          capture_output=True, text=True, timeout=30, check=False)  # fmt: skip
+    if "permitted" in done.stderr or "permission" in done.stderr:
+        labs.skip(f"cannot mount a small /dev/shm: {done.stderr.strip()}")
+    message = done.stderr.splitlines()[-1]
+    assert (
+        "DataWorkerError: data.workers: a worker process could not hand over a batch: " in message
+    )
+    assert "No space left on device" in message
+    assert "docker run --shm-size=8g" in message
 
 
 def test_signals_of_a_stop_leave_them_be() -> None:

@@ -1,0 +1,24 @@
+"""Print the bytes of one micro batch of a recipe, for the checkup of /dev/shm."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ortlaunch.launch_plan import BatchPlan
+from ortlaunch.recipe import parse_resolved
+from ortlaunch.tasks import BatchBytesRequest
+from ortlaunch.user_modules import make_importable
+
+
+def run(request: BatchBytesRequest) -> None:
+    """Read the first micro batch, and print its bytes."""
+    recipe = parse_resolved(request.recipe)
+    make_importable(recipe, Path(request.modules))
+    from ortlaunch.worker.data import Batches, LoadedData, stack_of
+
+    micro = request.micro_samples
+    data = LoadedData(recipe)
+    batches = Batches(
+        data.train, BatchPlan(micro, micro, 1, 1, None), recipe.seed, stack=stack_of(recipe)
+    )
+    print(sum(value.nbytes for value in batches.micro_batch(0, 0, 0).values()))
