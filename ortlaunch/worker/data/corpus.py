@@ -18,15 +18,20 @@ from ortlaunch.errors import first_line
 from ortlaunch.recipe.fields.data import Corpus, is_chat
 from ortlaunch.recipe.fields.section import chosen
 from ortlaunch.worker.data.reading import (
+    BLOCK,
     LONGEST_TEXT,
     SPLIT,
     DataError,
     MissingData,
     Row,
+    blocks_hash,
     names_of_numbers,
     read_file,
 )
 from ortlaunch.worker.data.streams.remote import remote_files
+
+# Bytes of a corpus that is hashed as a whole.
+_WHOLE_BYTES = 64 << 20
 
 
 def documents(source: str | Corpus) -> Iterator[str]:
@@ -160,8 +165,9 @@ def files(source: Corpus) -> list[str]:
 def fingerprint(source: str | Corpus) -> str:
     """Return a text that changes when the corpus may have changed.
 
-    Files count by path, size and modification time; the built-in corpus by Python's version; a hub
-    data set by the commit that its name and revision refer to now.
+    Files count by path and contents, or, if they are large, by path, size, some blocks, dates and
+    inode; the built-in corpus by Python's version; a hub data set by the commit that its name and
+    revision refer to now.
 
     Raises:
         DataError: the commit of the hub data set cannot be determined.
@@ -177,7 +183,6 @@ def fingerprint(source: str | Corpus) -> str:
             _commit(source),
         ]
     else:
-        stats = ((path, os.stat(path)) for path in files(source))
         # The default is left out, so that a corpus without `document` keeps its fingerprint.
         kind = (
             source.format
@@ -187,9 +192,19 @@ def fingerprint(source: str | Corpus) -> str:
         parts = [
             kind,
             columns(source),
-            *(f"{path} {s.st_size} {s.st_mtime_ns}" for path, s in stats),
+            *_states(files(source)),
         ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def _states(paths: Sequence[str]) -> Iterator[str]:
+    """Yield a text for each file that changes with its contents."""
+    stats = [os.stat(path) for path in paths]
+    whole = sum(stat.st_size for stat in stats) <= _WHOLE_BYTES
+    for path, stat in zip(paths, stats):
+        # A program can set the modification time, as unpacking does, but not st_ctime.
+        dates = "" if whole else f"{stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"
+        yield f"{path} {dates} {blocks_hash(path, _WHOLE_BYTES if whole else BLOCK)}"
 
 
 def columns(source: Corpus) -> str:
@@ -214,6 +229,9 @@ def _commit(source: Corpus) -> str:
         return source.revision
     import datasets
 
+    # `datasets` knows local files by their dates alone.
+    inner = glob.glob(f"{glob.escape(str(source.name))}/**", recursive=True)
+    local = _states([path for path in sorted(inner) if os.path.isfile(path)])
     try:
         found: str = datasets.load_dataset_builder(
             source.name, source.subset, data_files=_files_of_hub(source), revision=source.revision
@@ -222,7 +240,7 @@ def _commit(source: Corpus) -> str:
         reason = first_line(error)
         mend = "to train offline, give the commit as data.*.revision"
         raise DataError(f"{corpus_name(source)}: cannot be read: {reason}; {mend}") from error
-    return found
+    return "\n".join((found, *local))
 
 
 def corpus_name(source: str | Corpus) -> str:

@@ -21,9 +21,10 @@ from pyarrow import parquet
 
 from ortlaunch.cache import take_notes
 from ortlaunch.recipe.fields.data import Corpus
+from ortlaunch.worker.data import corpus as corpus_module
 from ortlaunch.worker.data import token_cache as tokens_module
 from ortlaunch.worker.data.corpus import documents, files, fingerprint, rows
-from ortlaunch.worker.data.reading import DataError
+from ortlaunch.worker.data.reading import DataError, blocks_hash
 
 TEXTS = ["the first", "the second\nwith two lines", "näïve ünïcode", "the last"]
 
@@ -245,8 +246,15 @@ def test_an_unreachable_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
         list(rows(Corpus(format="hub", name="nobody/nothing")))
 
 
-def test_fingerprint_tells_corpora_apart(tmp_path: Path) -> None:
-    """The fingerprint depends on files, size, time, column and format, and nothing else."""
+@pytest.mark.parametrize("limit", [corpus_module._WHOLE_BYTES, 0], ids=["whole", "blocks"])
+def test_fingerprint_tells_corpora_apart(
+    limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fingerprint depends on files, contents, column and format, and nothing else.
+
+    That of a large corpus depends on dates, too.
+    """
+    monkeypatch.setattr(corpus_module, "_WHOLE_BYTES", limit)
     a, b = (write(tmp_path, "jsonl", TEXTS, name) for name in ("a", "b"))
     both = Corpus(format="jsonl", path=(a, b))
     others = [
@@ -262,10 +270,22 @@ def test_fingerprint_tells_corpora_apart(tmp_path: Path) -> None:
     assert len({first, *(fingerprint(other) for other in others)}) == 6
     os.utime(a, ns=(1, 1))
     second = fingerprint(both)
-    # Another size with the same time.
-    Path(a).write_text('{"text": ""}\n')
+    assert (first == second) == (limit > 0)
+    # Other contents of the same size and time, as unpacked or copied files may have.
+    Path(a).write_text(Path(a).read_text().replace("a", "x", 1))
     os.utime(a, ns=(1, 1))
-    assert len({first, second, fingerprint(both)}) == 3
+    assert fingerprint(both) not in (first, second)
+
+
+@pytest.mark.parametrize("changed", [0, 40, 99])
+def test_blocks_show_another_file(changed: int, tmp_path: Path) -> None:
+    """The first, middle and last block of a file are hashed, and the whole of a small one."""
+    path = tmp_path / "x"
+    content = bytes(100)
+    path.write_bytes(content)
+    hashes = {blocks_hash(str(path), 20), blocks_hash(str(path), 100)}
+    path.write_bytes(content[:changed] + b"x" + content[changed + 1 :])
+    assert not hashes & {blocks_hash(str(path), 20), blocks_hash(str(path), 100)}
 
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -289,7 +309,13 @@ def test_a_hub_corpus_is_known_by_its_revision(tmp_path: Path) -> None:
     ]
     with path.open("a") as file:
         file.write('{"text": "one more", "other": 1}\n')
-    assert len({first, fingerprint(source), *map(fingerprint, others)}) == 5
+    second = fingerprint(source)
+    assert len({first, second, *map(fingerprint, others)}) == 5
+    # Other contents of the same size and time.
+    stat = path.stat()
+    path.write_text(path.read_text().replace("one more", "two more"))
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert fingerprint(source) not in (first, second)
 
 
 def test_a_commit_of_the_hub_needs_no_network_to_be_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 
 from ortlaunch.worker.data.corpus import columns, corpus_name
 from ortlaunch.worker.data.order import Permutation, permutation
-from ortlaunch.worker.data.reading import DataError, size_of
+from ortlaunch.worker.data.reading import DataError, blocks_hash, size_of
 from ortlaunch.worker.data.samples import Sample, Samples
 from ortlaunch.worker.data.shards import mapped
 from ortlaunch.worker.data.streams.writer import (
@@ -78,7 +78,11 @@ class StreamedSamples:
         self._show_progress = show_progress
         self._process = os.getpid()
         corpus = streamed.corpus
-        sizes = [f"{path} {size_of(path)}" for path in streamed.files]
+        # A bucket's file counts by its size: to read from it takes a request.
+        sizes = [
+            f"{path} {size_of(path) if '://' in path else blocks_hash(path)}"
+            for path in streamed.files
+        ]
         settings = f"{corpus.format} {corpus.document} {columns(corpus)} {streamed[3:]}"
         key = "\n".join([settings, tokenizer, *sizes])
         self.fingerprint = hashlib.sha256(key.encode()).hexdigest()[:16]
