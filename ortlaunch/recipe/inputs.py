@@ -6,9 +6,11 @@ import glob
 import importlib.util
 import os
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from ortlaunch.errors import InputError
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.recipe.fields.families import FAMILIES
@@ -18,9 +20,18 @@ from ortlaunch.recipe.text.place import Problem
 from ortlaunch.recipe.text.words import closest
 from ortlaunch.tasks import TASKS
 
+# The begin of the short text that stands for a large file which git-lfs has not fetched.
+_POINTER = b"version https://git-lfs.github.com/spec/"
+_READ = {
+    "model.pretrained": re.compile(r"config\.json|(model|pytorch_model|adapter_model)\b.*"),
+    "data.tokenizer": re.compile(r".*\.(json|txt|model|tiktoken)"),
+}
+
 
 def missing_files(recipe: Recipe, task: str = "train") -> Iterator[Problem]:
     """Yield data files, and local folders of models and tokenizers, that are absent on this host.
+
+    Files of them that are pointers of git-lfs are absent, too.
 
     They may be created later, or be on other hosts.
     """
@@ -33,9 +44,14 @@ def missing_files(recipe: Recipe, task: str = "train") -> Iterator[Problem]:
     for key, corpus in sources:
         for pattern in (corpus.path or ()) if isinstance(corpus, Corpus) else ():
             # Only a rank reads URLs, of a streamed corpus.
-            if "://" not in pattern and not _matches(pattern):
+            found = ["://"] if "://" in pattern else matching_files(pattern)
+            if os.path.isdir(pattern):
+                what = f"got {pattern}, which is a folder; give its files: {os.path.join(pattern, '*')}"
+                yield (f"{key}.path",), what
+            elif not found:
                 what = f"got {pattern}, which matches no file here (current folder: {current_folder()})"
                 yield (f"{key}.path",), what + _remedy(pattern)
+            yield from (((f"{key}.path",), why) for why in pointers(found))
     template = recipe.data.chat_template
     given = template is None or "{" in template or template in CHAT_TEMPLATES
     if template is not None and not given and not os.path.isfile(template):
@@ -50,6 +66,7 @@ def missing_files(recipe: Recipe, task: str = "train") -> Iterator[Problem]:
         ("data.tokenizer", recipe.data.tokenizer),
     ):
         if not isinstance(value, str) or os.path.exists(value):
+            yield from (((key,), why) for why in pointers(files_read(key, str(value))))
             continue
         # Any other value may be the name of a model on the Hugging Face Hub.
         named = value.startswith(("/", "./", "../", "~")) or "$" in value or "://" in value
@@ -85,6 +102,14 @@ def unknown_type(recipe: Recipe) -> Iterator[Problem]:
 
 def doubtful(recipe: Recipe) -> Iterator[Problem]:
     """Yield values that are valid and most likely mistakes."""
+    for key, corpus in recipe.data.sources():
+        patterns = (corpus.path or ()) if isinstance(corpus, Corpus) else ()
+        files = Counter(
+            os.path.realpath(file) for each in patterns for file in matching_files(each)
+        )
+        for file, count in files.items():
+            if count > 1:
+                yield (f"{key}.path",), f"{file} is listed {count} times, and is read as often"
     rate = recipe.optimizer.learning_rate
     name = recipe.optimizer.name
     # Adaptive optimizers normalize the gradient, so that a step is about as large as the rate.
@@ -105,8 +130,44 @@ def current_folder() -> str:
         return "a current folder that was deleted"
 
 
-def _matches(pattern: str) -> bool:
-    return any(os.path.isfile(path) for path in glob.iglob(pattern, recursive=True))
+def matching_files(pattern: str) -> list[str]:
+    """Return the file of this name, or the sorted files that match a pattern."""
+    # A name may have the letters of a pattern.
+    found = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern, recursive=True))
+    return [path for path in found if os.path.isfile(path)]
+
+
+def files_read(key: str, folder: str) -> list[str]:
+    """Return the files of a folder that transformers reads for a field; [] if there is none.
+
+    key: model.pretrained or data.tokenizer.
+    """
+    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    if any(name.endswith(".safetensors") for name in names):
+        names = [name for name in names if not name.endswith(".bin")]
+    return [os.path.join(folder, name) for name in names if _READ[key].fullmatch(name)]
+
+
+def pointers(paths: Iterable[str]) -> Iterator[str]:
+    """Yield a sentence for each file that is a pointer of git-lfs."""
+    for path in paths:
+        # A file that cannot be read is an error where it is read.
+        if not (os.path.isfile(path) and os.access(path, os.R_OK)):
+            continue
+        with open(path, "rb") as file:
+            if file.read(len(_POINTER)) == _POINTER:
+                mend = "a pointer of git-lfs in place of the file; type in its folder: git lfs pull"
+                yield f"{path} is {mend}"
+
+
+def require_no_pointers(paths: Iterable[str]) -> None:
+    """Refuse pointers of git-lfs.
+
+    Raises:
+        InputError: a file is one.
+    """
+    if why := next(pointers(paths), None):
+        raise InputError(why)
 
 
 def _remedy(path: str) -> str:

@@ -105,7 +105,8 @@ class Corpus(Section):
     tokens are also found offline."""
     document: Literal["paragraph", "line", "file"] = "paragraph"
     """Unit of text that counts as one document in format text: a `paragraph`, up to a blank line
-    (BERT's own form: a sentence a line, a blank line between documents), a `line`, or a `file`.
+    (BERT's own form: a sentence a line, a blank line between documents; blanks and tabs on it do not
+    count), a `line`, or a `file`.
     Rows of the other formats are documents. None is longer than 16 million characters. The end mark
     of causal language models, the sentence pairs of pretraining and `attend_across_documents`
     depend on this unit. One document at a time has to fit into memory."""

@@ -90,6 +90,9 @@ def _from_folder(text: str, node: Tree) -> tuple[str, str]:
     if os.path.isabs(text) or "{" in text or "://" in text or _is_current(folder):
         return text, ""
     beside = str(folder / text)
+    # The letters of a pattern in the folder's own name mean themselves.
+    if glob.has_magic(text) and not os.path.exists(beside):
+        beside = str(Path(glob.escape(str(folder)), text))
     here = _is_there(text)
     if not _is_there(beside):
         return text, f"{text} is in the current folder, not beside {node.place.source}" * here
@@ -114,7 +117,7 @@ def _is_local(path: KeyPath, text: str) -> bool:
 
 def _is_there(path: str) -> bool:
     try:
-        return next(glob.iglob(path, recursive=True), None) is not None
+        return os.path.exists(path) or next(glob.iglob(path, recursive=True), None) is not None
     # The check for missing files reports such a pattern.
     except (OSError, ValueError):
         return False

@@ -133,7 +133,8 @@ def _pair(row: Row, source: Corpus) -> list[Json]:
 def _text(row: Row, column: str) -> str:
     found = value(row, column)
     if not isinstance(found, str) or not found:
-        raise DataError(f"{row.place}: {column} is {found!r:.80}; it must be text")
+        what = "empty; leave the row out" if found == "" else f"{found!r:.80}; it must be text"
+        raise DataError(f"{row.place}: {column} is {what}")
     return found
 
 

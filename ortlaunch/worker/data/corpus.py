@@ -17,6 +17,7 @@ from typing import Any
 from ortlaunch.errors import first_line
 from ortlaunch.recipe.fields.data import Corpus, is_chat
 from ortlaunch.recipe.fields.section import chosen
+from ortlaunch.recipe.inputs import matching_files, require_no_pointers
 from ortlaunch.worker.data.reading import (
     BLOCK,
     LONGEST_TEXT,
@@ -150,9 +151,7 @@ def files(source: Corpus) -> list[str]:
     found: list[str] = []
     for pattern in source.path or ():
         matches: Sequence[str] = (
-            remote_files(pattern)
-            if "://" in pattern
-            else sorted(path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path))
+            remote_files(pattern) if "://" in pattern else matching_files(pattern)
         )
         if not matches:
             raise MissingData(
@@ -231,7 +230,9 @@ def _commit(source: Corpus) -> str:
 
     # `datasets` knows local files by their dates alone.
     inner = glob.glob(f"{glob.escape(str(source.name))}/**", recursive=True)
-    local = _states([path for path in sorted(inner) if os.path.isfile(path)])
+    files = [path for path in sorted(inner) if os.path.isfile(path)]
+    require_no_pointers(files)
+    local = _states(files)
     try:
         found: str = datasets.load_dataset_builder(
             source.name, source.subset, data_files=_files_of_hub(source), revision=source.revision

@@ -14,6 +14,7 @@ import io
 import json
 import lzma
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
@@ -22,6 +23,7 @@ from typing import Any, BinaryIO, NamedTuple
 from ortlaunch.cause import Cause
 from ortlaunch.errors import InputError, first_line
 from ortlaunch.json_types import Json
+from ortlaunch.recipe.inputs import require_no_pointers
 
 _OPENED: dict[str, Callable[[BinaryIO], Any]] = {
     ".gz": gzip.open,
@@ -35,10 +37,14 @@ _LETTERS_AT_ONCE = 1 << 20
 _ROWS_AT_ONCE = 1000
 # In characters. A paragraph is held in memory as a whole, so it needs a limit.
 _LONGEST_PARAGRAPH = 16_000_000
+# A line of blanks, such as tabs or U+00A0, is an empty line.
+_BLANK_LINE = re.compile(r"\n[^\S\n]*\n")
 # Bytes of a JSON file that show whether it is one array.
 _BEGIN = 4096
 # Bytes of each block that shows whether a file is another one.
 BLOCK = 1 << 16
+# JSON nested a thousand deep, or an integer of thousands of digits.
+_TOO_MUCH = "Python cannot read this JSON"
 # Bytes, all of them in memory.
 _LONGEST_ROW = 64_000_000
 # Characters. A tokenizer needs some hundred bytes for each.
@@ -95,6 +101,7 @@ def read_file(path: str, form: str, document: str = "paragraph") -> Iterator[Row
     try:
         if size_of(path) == 0:
             raise NoRows(f"{path}: is empty; leave it out")
+        require_no_pointers([path])
         kind = document if form == "text" else form
         rows = (
             _by_datasets(path, form, document)
@@ -177,9 +184,9 @@ def _paragraphs(path: str) -> Iterator[Row]:
     ):
         while chunk := letters.read(_LETTERS_AT_ONCE):
             # The last part may go on in the next chunk.
-            *whole, rest = (rest + chunk).split("\n\n")
+            *whole, rest = _BLANK_LINE.split(rest + chunk)
             for paragraph in whole:
-                if paragraph:
+                if paragraph.strip():
                     yield Row({"text": paragraph}, f"{path}:{line}", file.share)
                 # Two more line ends separate it from the next paragraph.
                 line += paragraph.count("\n") + 2
@@ -192,7 +199,7 @@ def _paragraphs(path: str) -> Iterator[Row]:
                     f"{path}:{line}: no blank line ends this paragraph of {len(rest):,} "
                     f"characters; {mend}"
                 )
-    if rest:
+    if rest.strip():
         yield Row({"text": rest}, f"{path}:{line}", 1.0)
 
 
@@ -222,6 +229,8 @@ def _array(path: str) -> Iterator[Row]:
         found = json.loads(text)
     except json.JSONDecodeError as error:
         raise DataError(f"{path}:{error.lineno}:{error.colno}: is no JSON: {error.msg}") from None
+    except (RecursionError, ValueError) as error:
+        raise DataError(f"{path}: {_TOO_MUCH}: {first_line(error)}") from None
     escapes = _has_half_pairs(text)
     for number, values in enumerate(found, 1):
         place = f"{path}: row {number}"
@@ -254,6 +263,8 @@ def _object(text: str, place: str) -> Json:
         raise DataError(
             f"{place}:{error.colno}: is no JSON: {error.msg}; a line must be a whole object"
         ) from None
+    except (RecursionError, ValueError) as error:
+        raise DataError(f"{place}: {_TOO_MUCH}: {first_line(error)}") from None
     if not isinstance(found, dict):
         raise DataError(
             f'{place}: is a {type(found).__name__}; a line must be an object, as {{"text": "..."}}'
@@ -329,7 +340,13 @@ def _by_datasets(path: str, form: str, document: str) -> Iterator[Row]:
         found = datasets.load_dataset(
             _LOADER[form], data_files=[path], split="train", streaming=True, **options
         )
-        yield from (Row(values, f"{path}: row {number}") for number, values in enumerate(found, 1))
+        for number, values in enumerate(found, 1):
+            place = f"{path}: row {number}"
+            if form == "text" and by == "paragraph":
+                parts = _BLANK_LINE.split(values["text"])
+                yield from (Row({"text": part}, place) for part in parts if part.strip())
+            else:
+                yield Row(values, place)
     # For an empty file, `datasets` lets StopIteration out of a generator. Python makes it
     # RuntimeError.
     except RuntimeError as error:

@@ -16,6 +16,7 @@ from ortlaunch.cache import cache_folder, renew
 from ortlaunch.errors import InputError, first_line
 from ortlaunch.recipe.fields.data import Data, TokenizerTraining, is_chat
 from ortlaunch.recipe.fields.prompts import CHAT_TEMPLATES
+from ortlaunch.recipe.inputs import files_read, require_no_pointers
 from ortlaunch.worker.data.chat_rows import chat_texts
 from ortlaunch.worker.data.corpus import documents_read, fingerprint
 
@@ -63,6 +64,7 @@ def _template(given: str) -> str:
     # Every template has braces; a file name with braces is not supported.
     if "{" in given:
         return given
+    require_no_pointers([given])
     try:
         return Path(given).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -94,6 +96,7 @@ def _loaded(data: Data, kept: Path | None) -> Any:
 
     if isinstance(data.tokenizer, TokenizerTraining):
         return PreTrainedTokenizerFast.from_pretrained(kept or _trained(data, data.tokenizer))
+    require_no_pointers(files_read("data.tokenizer", str(kept or data.tokenizer)))
     try:
         return AutoTokenizer.from_pretrained(kept or pinned(str(data.tokenizer)))
     except (OSError, ValueError) as error:

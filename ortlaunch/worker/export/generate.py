@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ortlaunch.errors import InputError, first_line
+from ortlaunch.recipe.inputs import files_read, require_no_pointers
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.tasks import GenerationRequest
 
@@ -32,6 +33,8 @@ def _model(place: str, step: int | None) -> tuple[Any, PreTrainedTokenizerBase]:
 
     logging.disable_progress_bar()
     if step is None:
+        for key in ("model.pretrained", "data.tokenizer"):
+            require_no_pointers(files_read(key, place))
         try:
             return AutoModelForCausalLM.from_pretrained(place), AutoTokenizer.from_pretrained(place)
         except (OSError, ValueError) as error:

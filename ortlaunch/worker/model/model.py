@@ -21,6 +21,7 @@ from ortlaunch.model_tasks import MODEL_TASKS
 from ortlaunch.planning.memory import padded_vocabulary
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.model import Lora
+from ortlaunch.recipe.inputs import files_read, require_no_pointers
 from ortlaunch.recipe.text.words import closest
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker.data import LoadedData, call
@@ -304,6 +305,7 @@ def config_of(recipe: Recipe, data: LoadedData) -> Any:
     fields = dict(recipe.model.config or {})
     source = recipe.model.pretrained
     kind = fields.pop("model_type", None)
+    require_no_pointers(files_read("model.pretrained", str(source)))
     try:
         config = (
             AutoConfig.for_model(kind)

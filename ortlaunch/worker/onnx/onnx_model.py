@@ -13,6 +13,7 @@ from torch.nn import functional
 from ortlaunch.errors import InputError, MissingDependency, first_line
 from ortlaunch.json_types import Json
 from ortlaunch.model_tasks import MODEL_TASKS
+from ortlaunch.recipe.inputs import require_no_pointers
 from ortlaunch.worker.data import IGNORED
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ def _session(path: Path) -> Any:
         raise MissingDependency(
             'model.onnx needs onnxruntime: pip install "ortlaunch[ort-cpu]"'
         ) from None
+    require_no_pointers([str(path)])
     try:
         return onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     # onnxruntime has a class of its own for each type of error.

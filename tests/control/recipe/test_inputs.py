@@ -10,7 +10,7 @@ import yaml
 
 from ortlaunch.errors import RecipeError
 from ortlaunch.planning.world import LaunchOptions
-from ortlaunch.recipe.inputs import missing_files, unknown_type
+from ortlaunch.recipe.inputs import doubtful, matching_files, missing_files, unknown_type
 from ortlaunch.resolve.resolve import ResolvedRun, resolve
 from ortlaunch.user_modules import broken_factories
 from tests.control.typed import Run
@@ -86,7 +86,7 @@ def test_a_factory_is_found_without_being_run(factory: str, said: str | None) ->
         ({"data": {**WORDS, "train": {"format": "text", "path": ["data/*.txt"]}}}, []),
         (
             {"data": {**WORDS, "train": {"format": "text", "path": ["data"]}}},
-            ["got data, which matches no file here"],
+            ["got data, which is a folder; give its files: data/*"],
         ),
         (
             {
@@ -122,6 +122,67 @@ def test_missing_files(sections: dict[str, Any], said: list[str]) -> None:
     found = [text for paths, text in missing_files(bert(**sections))]
     assert [text.startswith(part) for text, part in zip(found, said)] == [True] * len(said)
     assert len(found) == len(said)
+
+
+POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 1234\n"
+
+
+@pytest.mark.parametrize(
+    ("pointers", "others", "sections", "said"),
+    [
+        (["data/b.txt"], [], {"data": {**WORDS, "train": {"format": "text", "path": ["data/*.txt"]}}}, ["data/b.txt"]),
+        (["m/model.safetensors"], [], {}, ["m/model.safetensors"]),
+        (["m/config.json", "m/tokenizer.json"], [], {}, ["m/config.json", "m/tokenizer.json"]),
+        (["m/pytorch_model-00001-of-00002.bin", "m/README.md"], [], {}, ["m/pytorch_model-00001-of-00002.bin"]),
+        # Of two formats transformers reads safetensors.
+        (["m/pytorch_model.bin", "m/consolidated.pth"], ["m/model.safetensors"], {}, []),
+        # A short file, and no files.
+        ([], ["m/vocab.txt"], {}, []),
+        ([], [], {}, []),
+    ],
+)  # fmt: skip
+def test_pointers_of_git_lfs(
+    pointers: list[str], others: list[str], sections: dict[str, Any], said: list[str]
+) -> None:
+    """Files that git-lfs has not fetched are named, if a run would read them."""
+    Path("m").mkdir()
+    for name in (*pointers, *others):
+        Path(name).write_text(POINTER if name in pointers else "version")
+    made = bert(
+        model={"task": "masked-lm", "pretrained": "m"},
+        **{"data": {**WORDS, "tokenizer": "m"}, **sections},
+    )
+    # The tokenizer is in the same folder.
+    found = [*dict.fromkeys(text for _, text in missing_files(made))]
+    assert found == [
+        f"{name} is a pointer of git-lfs in place of the file; type in its folder: git lfs pull"
+        for name in said
+    ]
+
+
+def test_a_name_with_letters_of_patterns() -> None:
+    """A file is found by its name, though the name is a pattern that does not match it."""
+    Path("data/c [v2].txt").touch()
+    named = {**WORDS, "train": {"format": "text", "path": ["data/c [v2].txt"]}}
+    assert list(missing_files(bert(data=named))) == []
+    assert matching_files("data/c [v2].txt") == ["data/c [v2].txt"]
+    assert matching_files("data/[ab].txt") == ["data/a.txt"]
+
+
+def test_a_file_that_is_listed_twice() -> None:
+    """A file that several entries name is reported, whatever they are called."""
+    Path("data/link.txt").symlink_to("a.txt")
+    for paths, count in (
+        (["data/a.txt", "data/../data/a.txt"], 2),
+        (["data/*.txt", "data/a.txt"], 3),
+    ):
+        made = bert(data={**WORDS, "train": {"format": "text", "path": paths}})
+        text = f"{Path('data/a.txt').resolve()} is listed {count} times, and is read as often"
+        assert list(doubtful(made)) == [(("data.train.path",), text)]
+    assert (
+        list(doubtful(bert(data={**WORDS, "train": {"format": "text", "path": ["data/a.txt"]}})))
+        == []
+    )
 
 
 @pytest.mark.parametrize(

@@ -119,3 +119,20 @@ def test_the_text_of_a_template_is_no_path() -> None:
     text = "{{ '$HOME' }}"
     made = loaded("a.txt", "base", f'data.chat_template="{text}"', "data.train=python-chats")
     assert made.recipe.data.chat_template == text
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("b [v2].txt", "d [1]/b [v2].txt"),
+        ("*.txt", "d [[]1]/*.txt"),
+        ("a.txt", "d [1]/a.txt"),
+        ("none [v2].txt", "none [v2].txt"),
+    ],
+)
+def test_letters_of_patterns_in_names(path: str, expected: str) -> None:
+    """A file or a folder whose name has the letters of a pattern is found beside the recipe."""
+    Path("d [1]").mkdir()
+    for name in ("a.txt", "b [v2].txt", "r.yaml"):
+        Path("d [1]", name).write_text(TEXT.format(path=path, model="base"))
+    assert paths(load("d [1]/r.yaml"))[0] == (expected,)

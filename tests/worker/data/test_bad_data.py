@@ -48,6 +48,30 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     [
         ("masked-lm", b"", {}, r"a.jsonl: is empty"),
         ("masked-lm", GOOD + b'{"text": "a"', {}, r"a.jsonl:4:13: is no JSON"),
+        (
+            "masked-lm",
+            b"version https://git-lfs.github.com/spec/v1\noid",
+            {},
+            r"a.jsonl is a pointer of git-lfs",
+        ),
+        (
+            "masked-lm",
+            GOOD + b'{"text": ' + b"[" * 99_999,
+            {},
+            r"a.jsonl:4: Python cannot read this JSON: maximum rec",
+        ),
+        (
+            "masked-lm",
+            GOOD + b'{"text": ' + b"9" * 5000 + b"}",
+            {},
+            r"a.jsonl:4: Python cannot read this JSON: Exceeds",
+        ),
+        (
+            "masked-lm",
+            b'[{"text": ' + b"[" * 99_999,
+            {},
+            r"a.jsonl: Python cannot read this JSON: maximum rec",
+        ),
         ("masked-lm", GOOD + b'{"txt": "a"}', {}, r"a.jsonl:4: no column 'text'; it has txt"),
         ("masked-lm", GOOD + b'{"text": "\xff"}', {}, r"a.jsonl:4: is not UTF-8"),
         (

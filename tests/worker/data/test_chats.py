@@ -306,5 +306,5 @@ def test_bad_chats_are_named(row: Any, template: str | None, message: str, tmp_p
 def test_columns_of_pairs_hold_text(tmp_path: Path) -> None:
     """An empty response is refused."""
     source = corpus(tmp_path, {"ask": "a", "say": ""}, prompt_column="ask", response_column="say")
-    with pytest.raises(DataError, match=r"chats.jsonl:1: say is ''; it must be text"):
+    with pytest.raises(DataError, match=r"chats.jsonl:1: say is empty; leave the row out"):
         list(chats_read(source))

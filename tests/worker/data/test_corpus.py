@@ -225,7 +225,10 @@ def test_rows_are_those_of_datasets(
         builder, data_files=path, split="train", streaming=True, **options
     )
     ours = list(rows(Corpus(format=form, path=(path,))))
-    assert [row.values for row in ours] == list(theirs)
+    # A rest of blank lines is no text of ours.
+    assert [row.values for row in ours] == [
+        row for row in theirs if form != "text" or row["text"].strip()
+    ]
     assert [row.share for row in ours] == sorted(row.share for row in ours)
     assert ours[-1].share == 1
 

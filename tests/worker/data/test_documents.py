@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.worker.data.corpus import documents, fingerprint
-from ortlaunch.worker.data.reading import DataError
+from ortlaunch.worker.data.reading import DataError, read_file
 
 TEXT = "One. A line\nof it.\n\nTwo, ünd more.\n"
 EXPECTED = {
@@ -29,6 +30,25 @@ def test_documents_of_a_file(kind: str, tmp_path: Path) -> None:
     assert (
         len({fingerprint(source.model_copy(update={"document": each})) for each in EXPECTED}) == 3
     )
+
+
+@pytest.mark.parametrize("blank", ["", " ", "\t \t", "\u00a0", "\r"])
+@pytest.mark.parametrize("name", ["a.txt", "a.zip"])
+def test_a_line_of_blanks_is_an_empty_line(
+    blank: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line of blanks ends a paragraph, also at the border of two chunks; line numbers stay."""
+    monkeypatch.setattr("ortlaunch.worker.data.reading._LETTERS_AT_ONCE", 7)
+    text = f"A b.\n{blank}\nC\n d.\n{blank}\n{blank}\n".encode()
+    path = tmp_path / name
+    if name == "a.zip":
+        with zipfile.ZipFile(path, "w") as packed:
+            packed.writestr("a.txt", text)
+    else:
+        path.write_bytes(text)
+    rows = list(read_file(str(path), "text"))
+    assert [row.values["text"].strip() for row in rows] == ["A b.", "C\n d."]
+    assert name == "a.zip" or [row.place for row in rows] == [f"{path}:1", f"{path}:3"]
 
 
 def test_a_paragraph_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
