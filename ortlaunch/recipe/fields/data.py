@@ -126,7 +126,9 @@ class Corpus(Section):
     """Column with a chat, for instruction tuning with causal-lm: a list of messages, each with
     `role` and `content`. The tokenizer's chat template (`data.chat_template`) writes each chat as
     one sample. The loss counts answers alone: the text that the template writes for messages of
-    role assistant, with their end mark."""
+    role assistant, with their end mark. A content is text, a list of parts of text, or null beside
+    `tool_calls`. The template also gets `tools` and other columns that it names; tools and calls
+    that it does not write are refused."""
     prompt_column: Text | None = None
     """In place of messages: column with a prompt, which the template writes as the user's
     message."""

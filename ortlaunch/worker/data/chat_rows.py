@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ortlaunch.json_types import Json
@@ -12,6 +12,8 @@ from ortlaunch.recipe.fields.prompts import PROMPTS
 from ortlaunch.worker.data.corpus import corpus_name, documents_read, rows, value
 from ortlaunch.worker.data.reading import DataError, Row
 
+# Keys of a message with calls of tools: today's, and the older one.
+CALLS = ("tool_calls", "function_call")
 # Turns (question and answer) of a built-in chat.
 _TURNS = 3
 
@@ -22,6 +24,8 @@ class Chat:
 
     messages: list[Json]
     place: str
+    columns: Json = field(default_factory=dict)
+    """The other columns of the row, such as `tools`, which a template may write."""
 
     def __len__(self) -> int:
         """Return the number of characters, which bounds the memory of a chunk of chats."""
@@ -44,7 +48,10 @@ def chats_read(source: str | Corpus) -> Iterator[tuple[Chat, float]]:
         messages = _messages(row, source) if source.messages_column else _pair(row, source)
         # A prompt has the system's text within.
         system = [] if source.prompt else [*_system(row, source)]
-        yield Chat([*system, *messages], row.place), row.share
+        columns = {
+            name: each for name, each in row.values.items() if name != source.messages_column
+        }
+        yield Chat([*system, *messages], row.place, columns), row.share
     if unseen:
         raise DataError(f"{corpus_name(source)}: no row has a column {' or '.join(sorted(unseen))}")
 
@@ -90,6 +97,7 @@ def _message(row: Row, source: Corpus, name: str, message: Any) -> Json:
             f"{row.place}: {name} is {message!r:.80}; it must have a role and a content"
         )
     names = {source.role_key: "role", source.content_key: "content"}
+    message = {**message, **_text_content(message, source.content_key)}
     for key in names:
         if key not in message:
             raise DataError(
@@ -109,6 +117,18 @@ def _message(row: Row, source: Corpus, name: str, message: Any) -> Json:
             "false, and true for answers alone"
         )
     return {**read, "role": role}
+
+
+def _text_content(message: Json, key: str) -> Json:
+    """Return the content of a message as text: of its parts, or "" beside calls of tools."""
+    content = message.get(key)
+    if content is None and any(message.get(name) for name in CALLS):
+        return {key: ""}
+    if not isinstance(content, list) or not all(
+        isinstance(part, dict) and isinstance(part.get("text"), str) for part in content
+    ):
+        return {}
+    return {key: "".join(part["text"] for part in content)}
 
 
 def _pair(row: Row, source: Corpus) -> list[Json]:

@@ -7,6 +7,8 @@ the answer's message, after the template's own generation prompt.
 
 from __future__ import annotations
 
+import inspect
+import json
 import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -19,7 +21,7 @@ from ortlaunch.cache import note
 from ortlaunch.json_types import Json
 from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.recipe.fields.prompts import CHAT_TEMPLATES
-from ortlaunch.worker.data.chat_rows import Chat, chats_read
+from ortlaunch.worker.data.chat_rows import CALLS, Chat, chats_read
 from ortlaunch.worker.data.corpus import fingerprint
 from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data.samples import IGNORED
@@ -41,6 +43,13 @@ if TYPE_CHECKING:
 ANSWER = 1 << 31
 # Chats whose tokens are in memory at once while answers are searched.
 _CHATS_AT_ONCE = 256
+# Columns with the tools of a chat: today's, and the older one.
+_TOOLS = ("tools", "functions")
+_UNWRITTEN = (
+    "and the chat template does not write them: use the template of a model that calls tools, or "
+    "leave them out"
+)
+_WORD = re.compile(r"\w+")
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -67,9 +76,9 @@ def tokenized_chats(
         if corpus and corpus.prompt
         else _Template(tokenizer, corpus.train_on if corpus else "assistant")
     )
-    # All that the tokens depend on; the 1 is the version of this format.
+    # All that the tokens depend on; the 2 is the version of this format.
     key = (
-        f"chats 1 {fingerprint(source)} {template.text} "
+        f"chats 2 {fingerprint(source)} {template.text} "
         f"{tokenizer.special_tokens_map} {vocabulary_of(tokenizer)}"
     )
     backend = plain_backend(tokenizer)
@@ -187,6 +196,13 @@ class _Template:
         self.tokenizer = tokenizer
         self.text = str(tokenizer.get_chat_template())
         self._uses_marks = _MARKED.search(self.text) is not None and train_on != "all"
+        # What is no variable of a row: parameters of the call, and the tokenizer's own variables.
+        reserved = {
+            "messages",
+            *inspect.signature(tokenizer.apply_chat_template).parameters,
+            *tokenizer.special_tokens_map,
+        }
+        self._names = {*_WORD.findall(self.text)} - reserved | {"tools", "documents"}
         added = tokenizer.added_tokens_decoder.values()
         self.end_marks = tuple(
             {*tokenizer.all_special_tokens, *(str(each) for each in added if each.special)}
@@ -210,16 +226,42 @@ class _Template:
             if line:
                 raise DataError(f"data.chat_template: line {line}: {why}") from None
             raise DataError(f"{chat.place}: the chat template rejects it: {why}") from None
+        self._require_written(chat, found.text)
         if not any(after > first for first, after in found.answers):
             raise DataError(f"{chat.place}: the chat template renders no answer")
         return found
+
+    def _variables(self, chat: Chat) -> Json:
+        """Return the columns of a row that the template may write, by name."""
+        found = {name: each for name, each in chat.columns.items() if name in self._names and each}
+        # Many data sets have the tools as JSON, for their forms differ from row to row.
+        if isinstance(found.get("tools"), str):
+            found["tools"] = json.loads(found["tools"])
+        return found
+
+    def _require_written(self, chat: Chat, whole: str) -> None:
+        """Refuse a chat whose tools, or calls of them, the template leaves out.
+
+        Raises:
+            DataError: the text is the same without them.
+        """
+        variables = self._variables(chat)
+        for name in (each for each in _TOOLS if chat.columns.get(each)):
+            if whole == self._text(chat.messages, **{**variables, name: None}):
+                raise DataError(f"{chat.place}: the row has {name}, {_UNWRITTEN}")
+        for number, message in enumerate(chat.messages):
+            for name in (each for each in CALLS if message.get(each)):
+                without = {key: each for key, each in message.items() if key != name}
+                messages = [*chat.messages[:number], without, *chat.messages[number + 1 :]]
+                if whole == self._text(messages, **variables):
+                    raise DataError(f"{chat.place}: message {number + 1} has {name}, {_UNWRITTEN}")
 
     def _marked(self, chat: Chat) -> Rendered:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         rendered: object = render_jinja_template(
             conversations=[chat.messages], chat_template=self.text, return_assistant_tokens_mask=True,
-            **self.tokenizer.special_tokens_map,  # variables of the template
+            **self.tokenizer.special_tokens_map, **self._variables(chat),  # of the template
         )  # fmt: skip
         # transformers annotates the result as str.
         texts, answers = cast("tuple[list[str], list[list[tuple[int, int]]]]", rendered)
@@ -227,7 +269,8 @@ class _Template:
 
     def _compared(self, chat: Chat) -> Rendered:
         messages = chat.messages
-        whole = self._text(messages)
+        variables = self._variables(chat)
+        whole = self._text(messages, **variables)
         # A template may rewrite earlier turns, so no more answers are searched than count.
         if self.train_on == "all":
             return Rendered(whole, [(0, len(whole))])
@@ -240,15 +283,16 @@ class _Template:
 
         The range includes the end mark, but not the line end after the mark.
         """
-        before = self._begin(whole, chat.messages[:number])
-        after = self._begin(whole, chat.messages[: number + 1])
+        before = self._begin(whole, chat, number)
+        after = self._begin(whole, chat, number + 1)
         if not (whole.startswith(before) and whole.startswith(after)):
             raise DataError(
                 f"{chat.place}: the chat template renders message {number + 1} differently when "
                 "others follow, so its answers cannot be located: put {% generation %} and "
                 "{% endgeneration %} around them in data.chat_template"
             )
-        prompt = self._text(chat.messages[:number], add_generation_prompt=True)
+        variables = self._variables(chat)
+        prompt = self._text(chat.messages[:number], add_generation_prompt=True, **variables)
         first = len(prompt) if whole.startswith(prompt) else len(before)
         shown = after.rstrip()
         # Of two end marks, as of Phi-3's last answer, the first one ends the answer.
@@ -256,9 +300,9 @@ class _Template:
         shown = bare if bare != shown and bare.endswith(self.end_marks) else shown
         return first, len(shown) if shown.endswith(self.end_marks) else len(after)
 
-    def _begin(self, whole: str, messages: list[Json]) -> str:
+    def _begin(self, whole: str, chat: Chat, count: int) -> str:
         """Return the text of the first messages, as the text of the whole chat begins."""
-        text = self._text(messages)
+        text = self._text(chat.messages[:count], **self._variables(chat))
         # Some templates, as Phi-3's, write an end mark behind the last message of a chat.
         return text if whole.startswith(text) else text.removesuffix(self.tokenizer.eos_token or "")
 

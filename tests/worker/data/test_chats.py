@@ -308,3 +308,81 @@ def test_columns_of_pairs_hold_text(tmp_path: Path) -> None:
     source = corpus(tmp_path, {"ask": "a", "say": ""}, prompt_column="ask", response_column="say")
     with pytest.raises(DataError, match=r"chats.jsonl:1: say is empty; leave the row out"):
         list(chats_read(source))
+
+
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+CALL: dict[str, Any] = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [
+        {"type": "function", "function": {"name": "weather", "arguments": {"at": "Bonn"}}}
+    ],
+}
+CALLED: list[Any] = [
+    {
+        "role": "user",
+        "content": [{"type": "text", "text": "Weather "}, {"type": "text", "text": "there?"}],
+    },
+    CALL,
+    {"role": "tool", "content": "rain"},
+    {"role": "assistant", "content": "Rain."},
+]
+WRITES_TOOLS = "{% if tools %}{{ style }} {{ tools | tojson }}\n{% endif %}"
+CALLS_OF = "(message.tool_calls | tojson if message.tool_calls else '')"
+WRITES_CALLS = CHATML.replace("message['content'] +", f"message['content'] + {CALLS_OF} +")
+
+
+@pytest.mark.parametrize("form", [marked, plain])
+@pytest.mark.parametrize("in_json", [False, True])
+def test_a_template_writes_tools_and_calls(form: Any, in_json: bool, tmp_path: Path) -> None:
+    """Tools, calls and other columns that a template names are written as by transformers."""
+    tokenizer = tokenizer_of("byte-level", form(WRITES_TOOLS + WRITES_CALLS))
+    row = {
+        "messages": CALLED,
+        "tools": json.dumps(TOOLS) if in_json else TOOLS,
+        "style": "brief",
+        "tokenize": 1,
+    }
+    found = tokenized_chats(corpus(tmp_path, row, messages_column="messages"), tokenizer, print)
+    text = [{"role": "user", "content": "Weather there?"}, {**CALL, "content": ""}, *CALLED[2:]]
+    theirs = tokenizer.apply_chat_template(text, tools=TOOLS, style="brief", tokenize=False)
+    tokens = found.tokens[0 : len(found.tokens)].astype(int).tolist()
+    assert tokenizer.decode([each & (ANSWER - 1) for each in tokens]) == theirs
+    learned = tokenizer.decode([each - ANSWER for each in tokens if each >= ANSWER])
+    assert learned == f"{json.dumps(CALL['tool_calls'])}<|im_end|>Rain.<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("row", "template", "message"),
+    [
+        ({"messages": CALLED, "tools": TOOLS}, WRITES_CALLS, "the row has tools"),
+        ({"messages": CALLED, "functions": TOOLS}, WRITES_CALLS, "the row has functions"),
+        ({"messages": CALLED, "tools": TOOLS}, WRITES_TOOLS + CHATML, "message 2 has tool_calls"),
+        ({"messages": CALLED}, CHATML, "message 2 has tool_calls"),
+        ({"messages": [*CALLED[:1], {**CALL, "tool_calls": None, "function_call": {"name": "w"}}]}, CHATML,
+         "message 2 has function_call"),
+    ],
+)  # fmt: skip
+def test_tools_that_nothing_writes_are_refused(
+    row: dict[str, Any], template: str, message: str, tmp_path: Path
+) -> None:
+    """Tools, or calls of them, that a template leaves out are errors with file and line."""
+    plain_chat = {"messages": TURNS, "tools": []}
+    source = corpus(tmp_path, plain_chat, row, messages_column="messages")
+    with pytest.raises(
+        DataError, match=f"jsonl:2: {message}, and the chat template does not write"
+    ):
+        tokenized_chats(source, tokenizer_of("byte-level", plain(template)), print)
+
+
+def test_parts_of_a_content_that_are_no_text(tmp_path: Path) -> None:
+    """A content with a picture is refused, and a missing one where no tool is called."""
+    picture = [{"type": "image", "url": "x"}, {"type": "text", "text": "What?"}]
+    for content, shown in (
+        (picture, r"\[{'type': 'image'"),
+        (None, "None"),
+        ([{"text": 1}], r"\[{"),
+    ):
+        source = corpus(tmp_path, [{"role": "user", "content": content}, TURNS[2]])
+        with pytest.raises(DataError, match=rf"jsonl:1: message 1 of messages: content is {shown}"):
+            list(chats_read(source))
