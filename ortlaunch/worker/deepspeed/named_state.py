@@ -92,9 +92,10 @@ def _partitions(optimizer: Partitioned, model: nn.Module, rank: int) -> Iterator
     Each parameter is cut into equal pieces, stored in flat tensors; the last pieces are padded.
     """
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
         held = cast(Gathering, parameter)
+        # DeepSpeed leaves out what has no elements.
+        if not parameter.requires_grad or not held.ds_numel:
+            continue
         flat, offset, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
         master = optimizer.fp32_partitioned_groups_flat[flat]
         if size != held.partition_numel() or master.numel() < offset + size:

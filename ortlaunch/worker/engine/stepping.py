@@ -219,6 +219,24 @@ class TorchStepper:
         return contextlib.nullcontext()
 
 
+@contextlib.contextmanager
+def _bytes_of_scalars() -> Iterator[None]:
+    """Let DeepSpeed view parameters without a dimension as bytes, which torch refuses."""
+    view: Any = torch.Tensor.view
+
+    def viewed(tensor: torch.Tensor, *form: Any) -> torch.Tensor:
+        found: torch.Tensor = view(
+            tensor if tensor.dim() or form != (torch.uint8,) else tensor[None], *form
+        )
+        return found
+
+    torch.Tensor.view = viewed  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        del torch.Tensor.view
+
+
 class DeepSpeedStepper:
     """Steps of DeepSpeed's engine, with ZeRO at the configured stage."""
 
@@ -240,11 +258,15 @@ class DeepSpeedStepper:
         self.model = model
         self.group = group
         self.numbers = ValueMeans()
+        # DeepSpeed flattens parameters anyway, but first sends the bytes of each as it lies.
+        for parameter in model.parameters():
+            parameter.data = parameter.data.contiguous()
         # ZeRO 3: divide one tensor after another, so that no device ever holds all of them.
         if config["zero_optimization"]["stage"] == 3:
             deepspeed.init_distributed(dist_init_required=False)
-            deepspeed.zero.Init(module=model, config_dict_or_path=config)
-        with _no_step(optimizer):
+            with _bytes_of_scalars():
+                deepspeed.zero.Init(module=model, config_dict_or_path=config)
+        with _no_step(optimizer), _bytes_of_scalars():
             self.engine, *_ = deepspeed.initialize(
                 model=model, optimizer=optimizer, config=config, dist_init_required=False
             )

@@ -74,6 +74,37 @@ def test_the_gradient_norm_is_logged_without_clipping(
     assert trained.values("gradient_norm") == [(1, pytest.approx(expected, rel=1e-6))]
 
 
+class Shapes(Line):
+    """Parameters without a dimension, without elements, and that are not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.none = nn.Parameter(torch.zeros(0))
+        self.turned = nn.Parameter(torch.arange(8.0).reshape(2, 4).t())
+        self.every_other = nn.Parameter(torch.ones(8)[::2])
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        more = (x @ self.turned).mean(1) + x @ self.every_other + self.none.sum()
+        return super().forward(x, y) * self.scale.exp() + (more**2).mean()
+
+
+@pytest.mark.parametrize("zero", SHARDINGS[1:], ids=str)
+def test_parameters_of_any_shape(zero: dict | None, tmp_path: Path, world: None) -> None:
+    """ZeRO trains them as plain PyTorch does, and another sharding continues its checkpoint."""
+    settings: Any = {
+        "log": {"every_steps": 1},
+        "optimizer": {"name": "adamw", "learning_rate": 0.01},
+        "schedule": {"name": "constant"},
+    }
+    plain = train_here(tmp_path / "plain", Shapes(), ROWS, train={"max_steps": 4}, **settings)
+    folder = tmp_path / "run"
+    train_here(folder, Shapes(), ROWS, zero=zero, train={"max_steps": 2}, **settings)
+    resumed = train_here(folder, Shapes(), ROWS, train={"max_steps": 4}, **settings)
+    expected = [(step, pytest.approx(loss, rel=1e-6)) for step, loss in plain.values("loss")]
+    assert resumed.values("loss") == expected
+
+
 class Spoiled(Line):
     """A model whose loss, or only one gradient, is not finite for marked samples."""
 
