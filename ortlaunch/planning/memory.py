@@ -23,6 +23,7 @@ from ortlaunch.recipe.fields.data import TokenizerTraining
 from ortlaunch.recipe.fields.families import DECODERS, FAMILIES, SIZES, complete, sized
 from ortlaunch.recipe.fields.model import Lora
 from ortlaunch.recipe.fields.pretrained import config_of
+from ortlaunch.recipe.inputs import padded_vocabulary
 from ortlaunch.recipe.rules.parity import compared_steps
 
 # Overhead of a process on a CPU: its peak memory without the counted tensors, by engine. It is the
@@ -57,11 +58,6 @@ _NCCL = 300 << 20
 _PERSISTENT = 100_000
 _BUCKET = 500_000_000
 _LIVE = 1_000_000_000
-
-
-def padded_vocabulary(size: int) -> int:
-    """Return the vocabulary rounded up to a multiple of 8, which tensor cores need for full speed."""
-    return (size + 7) // 8 * 8
 
 
 def full_config(recipe: Recipe) -> Json | None:

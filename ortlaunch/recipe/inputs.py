@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import importlib.util
+import json
 import os
 import re
 from collections import Counter
@@ -72,6 +73,33 @@ def missing_files(recipe: Recipe, task: str = "train") -> Iterator[Problem]:
         named = value.startswith(("/", "./", "../", "~")) or "$" in value or "://" in value
         if named:
             yield (key,), f"got {value}, and no such folder exists here{_remedy(value)}"
+    yield from _small_vocabulary(recipe)
+
+
+def padded_vocabulary(size: int) -> int:
+    """Return the vocabulary rounded up to a multiple of 8, which tensor cores need for full speed."""
+    return (size + 7) // 8 * 8
+
+
+def _small_vocabulary(recipe: Recipe) -> Iterator[Problem]:
+    """Yield a vocabulary of local weights with fewer rows than a local tokenizer has tokens."""
+    config = Path(str(recipe.model.pretrained), "config.json")
+    tokenizer = Path(str(recipe.data.tokenizer), "tokenizer.json")
+    try:
+        own = json.loads(config.read_bytes()).get("vocab_size")
+        made = json.loads(tokenizer.read_bytes())
+        vocabulary = made["model"]["vocab"]
+        added = {each["content"] for each in made.get("added_tokens", ())}
+        # A mapping to ids, or the pairs of a Unigram model.
+        words = {*vocabulary} if isinstance(vocabulary, dict) else {word for word, _ in vocabulary}
+    # Files of other forms are read by transformers alone.
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return
+    words |= {*added, *recipe.data.special_tokens.values(), *recipe.data.added_tokens}
+    rows = (recipe.model.config or {}).get("vocab_size", own)
+    if isinstance(rows, int) and rows < len(words):
+        what = f"got {rows}, and the tokenizer has {len(words)} words"
+        yield ("model.config.vocab_size",), f"{what}; {padded_vocabulary(len(words))} adds new ones"
 
 
 def unknown_type(recipe: Recipe) -> Iterator[Problem]:

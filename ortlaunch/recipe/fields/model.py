@@ -26,7 +26,8 @@ class Lora(Section):
     one tensor, as `experts.gate_up_proj`. Not with engine ort, and with `dropout` 0."""
     modules_to_save: Words = ()
     """Modules that are trained whole beside the adapters, as [embed_tokens, lm_head], and saved
-    and exported with them."""
+    and exported with them. The embeddings of new tokens (`data.special_tokens`,
+    `data.added_tokens`) must be among them."""
     merge: bool = True
     """Export the whole model with the adapters merged into its weights; false: only the adapters,
     in peft's format. Checkpoints contain only the adapters in any case."""

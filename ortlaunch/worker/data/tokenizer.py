@@ -57,6 +57,23 @@ def load_tokenizer(data: Data, kept: Path | None = None) -> Any:
     return tokenizer
 
 
+def tokens_without_weights(data: Data, tokenizer: Any, rows: int) -> list[str]:
+    """Return the tokens that pretrained weights have not been trained on, without the padding.
+
+    Args:
+        data: the recipe's data fields.
+        tokenizer: the tokenizer that they make.
+        rows: rows of the pretrained embeddings.
+    """
+    names = {*data.special_tokens.values(), *data.added_tokens}
+    # A row of the embeddings may be spare, and its token new.
+    own = _loaded(data, None).get_vocab() if names else {}
+    return sorted(
+        word for word, number in tokenizer.get_vocab().items()
+        if word != tokenizer.pad_token and (number >= rows or (word in names and word not in own))
+    )  # fmt: skip
+
+
 def _template(given: str) -> str:
     """Return the text of a chat template, which is given by name, directly or as a file name."""
     if given in CHAT_TEMPLATES:

@@ -18,15 +18,14 @@ from ortlaunch.errors import InputError, MissingDependency, first_line
 from ortlaunch.json_types import Json
 from ortlaunch.launch_plan import Plan
 from ortlaunch.model_tasks import MODEL_TASKS
-from ortlaunch.planning.memory import padded_vocabulary
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.model import Lora
-from ortlaunch.recipe.inputs import files_read, require_no_pointers
+from ortlaunch.recipe.inputs import files_read, padded_vocabulary, require_no_pointers
 from ortlaunch.recipe.text.words import closest
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker.data import LoadedData, call
 from ortlaunch.worker.data.own import find, seed_generators
-from ortlaunch.worker.data.tokenizer import pinned
+from ortlaunch.worker.data.tokenizer import pinned, tokens_without_weights
 from ortlaunch.worker.data.vocabulary import labels_of_recipe
 from ortlaunch.worker.model import packing
 from ortlaunch.worker.model.chunked_head import ChunkedHead
@@ -211,6 +210,8 @@ def build_model(recipe: Recipe, data: LoadedData) -> LossModule:
         vars(model)["loss_type"] = getattr(model, "loss_type", None) or "ForCausalLM"
         generates_with_cache = _train_without_cache(model)
     if recipe.model.lora:
+        if loaded is not None and data.tokenizer is not None:
+            _refuse_frozen_tokens(recipe, recipe.model.lora, data, model)
         model = _with_adapters(model, recipe.model.lora, recipe.model.task)
     if recipe.model.freeze:
         freeze(model, recipe.model.freeze)
@@ -421,6 +422,32 @@ def attention_of(recipe: Recipe) -> str | None:
         return recipe.model.attention
     # ONNX Runtime can only replace attention that is written out in single operators.
     return "eager" if recipe.engine.efficient_attention or recipe.engine.flash_attention else None
+
+
+def _refuse_frozen_tokens(recipe: Recipe, lora: Lora, data: LoadedData, model: Any) -> None:
+    """Refuse adapters that leave the embeddings of new tokens as they began.
+
+    Raises:
+        InputError: there are new tokens, and a layer of their embeddings stays frozen.
+    """
+    from transformers import AutoConfig
+
+    own = AutoConfig.from_pretrained(pinned(str(recipe.model.pretrained))).get_text_config()
+    new = tokens_without_weights(recipe.data, data.tokenizer, own.vocab_size)
+    # The same weight has one name.
+    layers = {
+        id(layer.weight): name.rpartition(".")[2]
+        for name, layer in [*model.named_modules()][::-1]
+        if layer in (model.get_input_embeddings(), model.get_output_embeddings())
+    }
+    frozen = {*layers.values()} - {*lora.modules_to_save, *lora.target_modules}
+    if new and frozen:
+        trained = ", ".join(sorted({*lora.modules_to_save, *layers.values()}))
+        raise InputError(
+            f"model.lora: {', '.join(new[:4])} of data.tokenizer are new to model.pretrained, and "
+            f"{', '.join(sorted(frozen))} would stay frozen, so that the model never learns them; "
+            f"set model.lora.modules_to_save: [{trained}]"
+        )
 
 
 def _with_adapters(model: nn.Module, lora: Lora, task: str) -> nn.Module:

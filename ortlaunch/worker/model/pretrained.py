@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -63,9 +64,19 @@ def load_pretrained(
         InputError: weights have another shape than the model's, are missing or left over, or cannot
             be read.
     """
-    own = _vocabulary(_config_of(source))
+    theirs = _config_of(source)
+    own = _vocabulary(theirs)
     wanted = _vocabulary(config)
-    # Load at the size of the source first; `_resize` then keeps the trained embeddings.
+    # Load at the size of the source first; `_resize` then keeps the trained embeddings. Until then
+    # a new token, such as padding, does not exist.
+    first = own if own is not None and own != wanted else sys.maxsize
+    new_tokens = {
+        name: value
+        for name, value in config.to_dict().items()
+        if name.endswith("_token_id") and isinstance(value, int) and value >= first
+    }
+    for name in new_tokens:
+        setattr(config, name, getattr(theirs, name, None))
     if own != wanted:
         config.get_text_config().vocab_size = own
     model, info = _load(auto, source, config=config, **options)
@@ -80,9 +91,9 @@ def load_pretrained(
     loaded = {name: sorted(info[f"{name}_keys"]) for name in ("missing", "unexpected")}
     if not partial:
         _refuse_partial(model, loaded, new_head)
-    return model, {
-        **loaded, "resized": _resize(model, own, wanted), "relabelled": sorted(map(_mismatch, relabelled))
-    }  # fmt: skip
+    resized = _resize(model, own, wanted)
+    model.config.update(new_tokens)
+    return model, {**loaded, "resized": resized, "relabelled": sorted(map(_mismatch, relabelled))}
 
 
 def _load(auto: Any, source: str, **options: Any) -> tuple[PreTrainedModel, Json]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,36 @@ def test_pointers_of_git_lfs(
         f"{name} is a pointer of git-lfs in place of the file; type in its folder: git lfs pull"
         for name in said
     ]
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({}, []),
+        ({"special_tokens": {"pad_token": "<pad>"}}, []),
+        ({"special_tokens": {"pad_token": "<pad>"}, "added_tokens": ["<a>", "b"]},
+         ["got 5, and the tokenizer has 6 words; 8 adds new ones"]),
+        ({"special_tokens": {"pad_token": "b"}}, []),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    "vocabulary", [{"a": 0, "b": 1, "c": 2}, [["a", 0.1], ["b", 0.2], ["c", 0]]]
+)
+def test_more_tokens_than_rows(vocabulary: Any, sections: dict[str, Any], said: list[str]) -> None:
+    """New tokens that local weights have no rows for are an error before the start."""
+    Path("m").mkdir()
+    Path("m/config.json").write_text('{"vocab_size": 5}')
+    added = [{"id": 3, "content": "<s>"}, {"id": 0, "content": "a"}]
+    tokenizer = {"model": {"vocab": vocabulary}, "added_tokens": added}
+    Path("m/tokenizer.json").write_text(json.dumps(tokenizer))
+    model = {"task": "masked-lm", "pretrained": "m"}
+    data = {**WORDS, "tokenizer": "m", **sections}
+    assert [text for _, text in missing_files(bert(model=model, data=data))] == said
+    larger = {**model, "config": {"vocab_size": 6}}
+    assert not list(missing_files(bert(model=larger, data=data)))
+    # What transformers alone can read is left to it.
+    Path("m/tokenizer.json").write_text("[]")
+    assert not list(missing_files(bert(model=model, data=data)))
 
 
 def test_a_name_with_letters_of_patterns() -> None:

@@ -11,9 +11,10 @@ from torch import nn
 
 from ortlaunch.launch_plan import Bytes, Memory
 from ortlaunch.model_tasks import MODEL_TASKS
-from ortlaunch.planning.memory import estimate, full_config, padded_vocabulary, tensor_sizes
+from ortlaunch.planning.memory import estimate, full_config, tensor_sizes
 from ortlaunch.recipe import Recipe, load
 from ortlaunch.recipe.fields.families import complete
+from ortlaunch.recipe.inputs import padded_vocabulary
 from ortlaunch.resolve import shipped
 from tests.makers import BERT, WORDS, bert
 

@@ -325,3 +325,68 @@ def test_names_of_numbers_are_in_the_models_config(saved: tuple[str, Any], tmp_p
     made = recipe("sequence-classification", {"config": BERT}, source)
     config: Any = build_model(made, LoadedData(made)).model.config
     assert (config.id2label, config.num_labels) == ({0: "yes", 1: "no", 2: "maybe"}, 3)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a Llama without a padding token, whose embeddings have two spare rows."""
+    folder = str(tmp_path_factory.mktemp("llama"))
+    chosen = recipe("causal-lm", {"config": {**LLAMA, "tie_word_embeddings": False}})
+    data = LoadedData(chosen)
+    data.tokenizer._special_tokens_map["pad_token"] = None
+    model: Any = build_model(chosen, data).model
+    model.config.pad_token_id = None
+    model.resize_token_embeddings(len(data.tokenizer) + 2)
+    model.save_pretrained(folder)
+    data.tokenizer.save_pretrained(folder)
+    return folder
+
+
+def with_tokens(llama: str, rows: int | None, lora: Any = None, **tokens: Any) -> LossModule:
+    """Build the Llama with new tokens; rows: of its embeddings, None for its own."""
+    config = {} if rows is None else {"config": {"vocab_size": rows}}
+    model = {"pretrained": llama, **config, "lora": lora}
+    chosen = recipe("causal-lm", model, {"tokenizer": llama, **tokens})
+    return build_model(chosen, LoadedData(chosen))
+
+
+def test_a_new_padding_token(llama: str) -> None:
+    """A padding token beyond the pretrained rows is the model's after these have grown."""
+    words = {"bos_token": "<b>", "unk_token": "<u>", "pad_token": "<new>"}
+    model: Any = with_tokens(llama, 408, special_tokens=words).model
+    # Behind 400 words and two other new ones, of which the folder has rows.
+    assert (model.config.vocab_size, model.config.pad_token_id) == (408, 402)
+    assert model.get_input_embeddings().weight.shape[0] == 408
+
+
+ADAPTERS = {"r": 2, "alpha": 4, "target_modules": ["q_proj"]}
+NEW = {"special_tokens": {"eos_token": "<|im_end|>"}, "added_tokens": ["<|im_start|>"]}
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "trained", "frozen"),
+    [
+        # In new rows, and in spare ones.
+        (408, NEW, [], "embed_tokens, lm_head"),
+        (None, NEW, [], "embed_tokens, lm_head"),
+        (None, NEW, ["embed_tokens"], "lm_head"),
+        (None, NEW, ["embed_tokens", "lm_head"], None),
+        (None, {"special_tokens": {"pad_token": "<pad>"}}, [], None),
+        (408, {}, [], None),
+    ],
+)
+def test_new_tokens_that_adapters_leave_frozen(
+    rows: int | None, tokens: Any, trained: list[str], frozen: str | None, llama: str
+) -> None:
+    """Adapters without the embeddings of new tokens are refused with the remedy; padding is none."""
+    lora = {**ADAPTERS, "modules_to_save": trained}
+    if frozen is None:
+        assert with_tokens(llama, rows, lora, **tokens)
+        return
+    with pytest.raises(InputError) as raised:
+        with_tokens(llama, rows, lora, **tokens)
+    assert (
+        f"<|im_end|>, <|im_start|> of data.tokenizer are new to model.pretrained, and {frozen} would"
+        in str(raised.value)
+    )
+    assert str(raised.value).endswith("set model.lora.modules_to_save: [embed_tokens, lm_head]")
