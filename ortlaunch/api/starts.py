@@ -23,7 +23,7 @@ from ortlaunch.recipe import to_yaml
 from ortlaunch.resolve.resolve import MODULES_VARIABLE, ResolvedRun
 from ortlaunch.resolve.resume import AUTOMATIC, ResumeOptions
 from ortlaunch.run import preview
-from ortlaunch.run.preparation import claimed, run_folder
+from ortlaunch.run.preparation import claimed, run_folder, unclaimed
 from ortlaunch.run_folder.folder import RunDir, write_text
 
 
@@ -90,7 +90,7 @@ def started(
     folder = run_folder(run_dir, found, os.environ)
     # The command prints the lines of these checks again, to output.txt.
     with contextlib.redirect_stdout(None):
-        preview.before_start(found, folder, resume)
+        preview.before_start(found, unclaimed(folder, run_dir), resume)
     folder = claimed(folder) if run_dir is None else folder
     recipe, variables = _recipe_words(loaded, found, folder)
     words = ["train", *recipe, f"--run-dir={folder}", *option_words(found.command.options)]

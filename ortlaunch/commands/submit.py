@@ -17,7 +17,7 @@ from ortlaunch.recipe import inputs
 from ortlaunch.resolve.prepare import check_folder, earlier
 from ortlaunch.resolve.resolve import MODULES_VARIABLE, ResolvedRun
 from ortlaunch.run import micro_size
-from ortlaunch.run.preparation import claimed
+from ortlaunch.run.preparation import claimed, unclaimed
 from ortlaunch.run_folder.folder import RunDir, write_text
 from ortlaunch.schedulers import SCHEDULERS, QueuedRun, scheduler
 from ortlaunch.user_modules import broken_factories
@@ -129,12 +129,13 @@ def submit(resolved: ResolvedRun, chosen: Path | None, run: RunDir, name: str) -
     # The ranks of a job of several cannot start the trials that find a size.
     if micro_size.is_requested(resolved.file.recipe) and resolved.world.ranks > 1:
         micro_size.refuse_inside()
-    if run.job.exists() and not read_status(run).state.is_end:
+    if chosen is not None and run.job.exists() and not read_status(run).state.is_end:
         raise PlanError(
             f"--run-dir {run}: its run has not ended, or is queued; `ortlaunch cancel {run}` "
             "ends it"
         )
-    notes = check_folder(run, earlier(run, resolved), resolved)
+    checked = unclaimed(run, chosen)
+    notes = check_folder(checked, earlier(checked, resolved), resolved)
     run = claimed(run) if chosen is None else run
     run.logs.mkdir(parents=True, exist_ok=True)
     # Not recipe.yaml: rank 0 writes that file when it prepares the folder.

@@ -22,7 +22,15 @@ from ortlaunch.run import choices, inside
 from ortlaunch.run.elastic import on_fit_hosts
 from ortlaunch.run.finished import with_next
 from ortlaunch.run.job_file import JobFile
-from ortlaunch.run.preparation import check, claimed, finished, mark_of, record_finished, run_folder
+from ortlaunch.run.preparation import (
+    check,
+    claimed,
+    finished,
+    mark_of,
+    record_finished,
+    run_folder,
+    unclaimed,
+)
 from ortlaunch.run_folder.folder import PROGRESS_VARIABLE
 from ortlaunch.run_folder.lock import RunLock
 from ortlaunch.units import duration
@@ -40,7 +48,9 @@ def _train(
 ) -> int:
     started = time.monotonic()
     rank = resolved.world.inside
-    run = run_folder(chosen, resolved, os.environ)
+    claims = chosen is None and (rank is None or rank.world_size == 1)
+    proposed = run_folder(chosen, resolved, os.environ)
+    run = unclaimed(proposed, chosen) if claims else proposed
     # A run from Python has its folder, and the caller watches the lock.
     if (run.recipe.exists() or run.output.exists()) and rank is None:
         # Before anything is measured: a living run in the folder must end this command at once.
@@ -60,14 +70,17 @@ def _train(
         record_finished(run)
         print_lines([*beginning.lines, done])
         return 0
-    if mark is not None:
+    if rank is not None and mark is not None:
+        if claims:
+            run = claimed(proposed)
+            mark = mark_of(run, rank)
         return inside.lead(resolved, mark, run, lock, beginning)
     if choices.engine_is_open(resolved):
         measured = choices.with_measured_engine(resolved)
         # The engine may have requirements of its own.
         resolved, beginning, _ = check(measured, run, options)
 
-    run = claimed(run) if chosen is None else run
+    run = claimed(proposed) if claims else run
     lock.acquire(run)
     with JobFile(run, resolved.world.launcher, resolved.traits.saves) as file:
         print_lines(beginning.lines)

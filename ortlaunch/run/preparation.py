@@ -79,6 +79,12 @@ def mark_of(run: RunDir, rank: Rank) -> Path:
     return run.ready / (launch_id(rank, os.environ) or "launch")
 
 
+def unclaimed(run: RunDir, chosen: Path | None) -> RunDir:
+    """Return the folder of the checks before `claimed`: of a new run, one that does not exist."""
+    # Another start in this second may have the folder by now.
+    return run if chosen is not None else RunDir(Path(f"{run}-{os.getpid()}"))
+
+
 def claimed(run: RunDir) -> RunDir:
     """Create the folder for this run alone."""
     # Runs that start in the same second must not share one: mkdir succeeds for one of them.

@@ -486,3 +486,27 @@ def test_a_mark_of_an_earlier_launch_is_taken_away(monkeypatch: pytest.MonkeyPat
 def test_differences(before: dict[str, Any], after: dict[str, Any], lines: list[str]) -> None:
     """Each leaf that differs is listed with its path, old and new value."""
     assert list(differences(before, after)) == lines
+
+
+def test_starts_in_one_second_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start whose proposed folder another one has by now gets its own, and checks none of that."""
+    monkeypatch.setattr(time, "strftime", lambda form: "20260102-030405")
+    started = []
+
+    class Started(Exception):
+        """The ranks would start now."""
+
+    def start(found: Any, run: RunDir) -> Any:
+        started.append(str(run))
+        raise Started
+
+    monkeypatch.setattr(control.choices, "with_found_size", start)
+    # The other start trains there.
+    other = older("runs/made-20260102-030405")
+    write_text(other.output, "")
+    with RunLock() as lock:
+        lock.acquire(other)
+        for _ in range(2):
+            with pytest.raises(Started):
+                control.train(resolved(), None)
+    assert started == [f"{other}-2", f"{other}-3"]
