@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import shutil
 import sys
@@ -88,6 +89,10 @@ def guarded() -> Iterator[None]:
     """Guard standard output and standard error during one command; a lost stderr ends nothing."""
     _open_closed()
     before = sys.stdout, sys.stderr
+    for stream in before:
+        # Not a stream that a test or a notebook has put in its place.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     sys.stdout = _Output(sys.stdout, "standard output", goes_on=False)
     sys.stderr = _Output(sys.stderr, "standard error", goes_on=True)
     try:

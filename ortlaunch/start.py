@@ -26,5 +26,8 @@ if __name__ == "__main__":
         del sys.path[0]
     import runpy
 
+    # A name or a text of the user may have a letter that the terminal's encoding lacks.
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        stream.reconfigure(errors="backslashreplace")
     del sys.argv[0]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

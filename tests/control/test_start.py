@@ -7,6 +7,8 @@ import os
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from ortlaunch import start
 
 MODULE = "import json, sys\nprint(json.dumps([__name__, sys.argv, sys.path]))\n"
@@ -28,3 +30,26 @@ def test_a_module_is_started_as_by_m(tmp_path: Path) -> None:
     assert (name, argv) == ("__main__", [str(installed / "mine.py"), "one", "--two"])
     assert path[0] == str(installed)
     assert {"", ".", str(tmp_path), str(Path(start.__file__).parent)} & set(path) == set()
+
+
+LETTERS = """
+import sys
+from ortlaunch.output import guarded
+print("größer")
+sys.stdout.flush()
+sys.stdout.reconfigure(errors="strict")
+# As the command does, which needs no start.py.
+with guarded():
+    print("日本")
+    print("ß", file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_letters_that_the_terminal_lacks(encoding: str, tmp_path: Path) -> None:
+    """A letter that an encoding lacks is written as an escape, and ends neither rank nor command."""
+    (tmp_path / "letters.py").write_text(LETTERS, encoding="utf-8")
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONIOENCODING": encoding}
+    done = subprocess.run(start.command("letters"), env=environ, capture_output=True, check=False)
+    expected = "größer\n日本\n".encode(encoding, "backslashreplace")
+    assert (done.stdout, done.returncode) == (expected, 0), done.stderr

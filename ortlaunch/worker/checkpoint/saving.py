@@ -58,6 +58,8 @@ class Saving:
         self.last_step = recipe.train.steps
         # Called with the step of each complete checkpoint.
         self.completed: Callable[[int], object] = lambda step: None
+        # Called before each save.
+        self.begins: Callable[[], object] = lambda: None
         # The steps of checkpoints that an export reads.
         self.in_use: Callable[[], tuple[int, ...]] = lambda: ()
         # Whether a step completes a further `checkpoint.every_epochs`; the loop has the batches.
@@ -117,6 +119,7 @@ class Saving:
             CheckpointError: it could not be written, and the run must not continue without it, or
                 is at its end.
         """
+        self.begins()
         # One save at a time.
         self.wait()
         began = time.perf_counter()

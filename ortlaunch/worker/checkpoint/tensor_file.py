@@ -16,7 +16,7 @@ from typing import IO, Any, NamedTuple
 
 import torch
 
-from ortlaunch.errors import CheckpointError
+from ortlaunch.errors import CheckpointError, InputError
 from ortlaunch.json_types import Json
 from ortlaunch.worker.checkpoint.manifest import File, sum_of_blocks
 
@@ -101,6 +101,22 @@ def _written(
                 file.flush()
                 os.fsync(file.fileno())
                 waiting = 0
+
+
+def require_storable(values: Iterable[tuple[str, object]]) -> None:
+    """Refuse values that no checkpoint can store.
+
+    Raises:
+        InputError: a value is no tensor, or of a type that the files do not have.
+    """
+    for name, value in values:
+        kind = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
+        if kind not in _DTYPES:
+            raise InputError(
+                f"model: {name.removeprefix('model.')} is {kind}, which a checkpoint cannot store; "
+                "keep a complex tensor as torch.view_as_real of it, and other values in code or in "
+                "a buffer that is not persistent"
+            )
 
 
 def _name_of(key: str, dtype: torch.dtype) -> str:

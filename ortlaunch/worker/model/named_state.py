@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ortlaunch.errors import InputError
 from ortlaunch.json_types import Json
 from ortlaunch.worker.model.parameter_groups import CombinedOptimizer
 
@@ -78,6 +79,27 @@ def trained_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
         for name, p in model.named_parameters()
         if p.requires_grad
     }
+
+
+def require_same_parameters(model: nn.Module, trained: Mapping[str, nn.Parameter]) -> None:
+    """Refuse a model whose trained parameters are no longer those of the optimizer.
+
+    Args:
+        model: the model.
+        trained: the parameters that were trained at the start, by name.
+
+    Raises:
+        InputError: a parameter was frozen, unfrozen or replaced since then.
+    """
+    now = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    for name in {**trained, **now}:
+        if now.get(name) is not trained.get(name):
+            done = "frozen" if name not in now else "replaced" if name in trained else "unfrozen"
+            raise InputError(
+                f"model: {name} was {done} while training, and the optimizer has the parameters of "
+                "the start, so that no checkpoint can hold both; set requires_grad before, and let "
+                "a parameter rest by its gradient (None) or by optimizer.groups"
+            )
 
 
 def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -16,11 +16,13 @@ from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.folder import write_json
 from ortlaunch.worker import checkpoint
+from ortlaunch.worker.checkpoint.tensor_file import require_storable
 from ortlaunch.worker.data import Batches
 from ortlaunch.worker.data.own import seed_generators
 from ortlaunch.worker.engine.schedule import factor
 from ortlaunch.worker.engine.stepping import Stepped
 from ortlaunch.worker.evaluation.evaluation import evaluate, evaluation_names
+from ortlaunch.worker.model.named_state import require_same_parameters
 from ortlaunch.worker.process_group.agreement import Agreement, agreement
 from ortlaunch.worker.session import Session
 from ortlaunch.worker.supervision.gpus import forward_timer
@@ -201,6 +203,11 @@ def _saving(
     saving.best = best.kept_step(state.best)
     saving.completes_pass = lambda step: session.batches.completes(step, every)
     saving.completed = completed
+    model = session.engine.plain.model
+    named = session.engine.stepper.named_state()
+    require_storable([*((part.name, part.master) for part in named.parts), *named.buffers.items()])
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    saving.begins = lambda: require_same_parameters(model, trained)
     saving.in_use = exports.in_use
     exports.released = saving.prune
     return saving

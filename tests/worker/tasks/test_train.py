@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from ortlaunch.errors import CheckpointError, NonFiniteError
+from ortlaunch.errors import CheckpointError, InputError, NonFiniteError
 from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker.checkpoint import saving as savings
@@ -358,3 +358,52 @@ def test_the_export_after_a_last_save_that_failed(
         )
     else:
         assert not session.run.export.exists()
+
+
+class Changing(Line):
+    """A model whose parameters change between the third pass and the first checkpoint."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.passes = 0
+        self.trunk = nn.Parameter(torch.ones(4), requires_grad=how != "unfrozen")
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        if self.passes == 4:
+            if self.how == "replaced":
+                self.trunk = nn.Parameter(torch.ones(4))
+            self.trunk.requires_grad_(self.how != "frozen")
+        return super().forward(x * self.trunk, y)
+
+
+@pytest.mark.parametrize("zero", [None, {"stage": 1}], ids=str)
+@pytest.mark.parametrize("how", ["unfrozen", "frozen", "replaced"])
+def test_parameters_that_change_while_training(
+    how: str, zero: dict | None, tmp_path: Path, world: None
+) -> None:
+    """A parameter that the optimizer has not, or no longer, is named at the first checkpoint."""
+    model = Changing(how)
+    settings = {"train": {"max_steps": 8}, "checkpoint": {"every_steps": 6}}
+    with pytest.raises(
+        InputError, match=f"model: trunk was {how} while training, and the optimizer"
+    ):
+        train_here(tmp_path, model, ROWS, zero=zero, **settings)
+    assert not RunDir(tmp_path).complete_checkpoints()
+
+
+@pytest.mark.parametrize("how", ["complex parameter", "complex buffer", "state"])
+def test_what_a_checkpoint_cannot_hold(how: str, tmp_path: Path) -> None:
+    """A value that no checkpoint can store is refused before the first step, by its name."""
+    model = Line()
+    if how == "complex parameter":
+        model.odd = nn.Parameter(torch.ones(2, dtype=torch.cfloat))  # type: ignore[assignment]
+    elif how == "complex buffer":
+        model.register_buffer("odd", torch.ones(2, dtype=torch.cfloat))
+    else:
+        model = type("Keeping", (Line,), {"get_extra_state": lambda own: {"odd": 1}})()
+    name, kind = ("_extra_state", "dict") if how == "state" else ("odd", "torch.complex64")
+    with pytest.raises(InputError, match=f"{name} is {kind}, which a checkpoint cannot store"):
+        train_here(tmp_path, model, ROWS, train={"max_steps": 2})
+    assert not RunDir(tmp_path).metrics.exists()
