@@ -116,14 +116,14 @@ def visible_gpus(environ: Mapping[str, str]) -> int:
     chosen = environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:
         return present
-    visible = 0
-    for name in chosen.split(","):
-        # CUDA stops at the first name that is no GPU, such as -1. Names may also be UUIDs of GPUs,
-        # or parts of one GPU.
-        index = name.strip()
-        if not index or index.startswith("-") or (index.isdigit() and int(index) >= present):
+    names: list[str] = []
+    for name in map(str.strip, chosen.split(",")):
+        # CUDA stops at the first name that is no GPU, such as -1 or Slurm's NoDevFiles, and shows
+        # none if one is named twice. Names may also be UUIDs of GPUs, or parts of one GPU.
+        if not (name.startswith(("GPU-", "MIG-")) or (name.isdigit() and int(name) < present)):
             break
-        visible += 1
+        names.append(name)
+    visible = len(names) if len({*names}) == len(names) else 0
     # One GPU may have several MIG parts, so their number is not limited by `present`.
     return visible if present and "MIG-" in chosen else min(present, visible)
 

@@ -34,6 +34,8 @@ _MVAPICH_NAMES = tuple(
 _HYDRA_NAMES = ("PMI_RANK", "PMI_SIZE", *_HYDRA_LOCAL)
 _PALS_NAMES = ("PMI_RANK", "PMI_SIZE", *_PALS_LOCAL)
 _TORCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+# DeepSpeed's launcher is torchrun's otherwise.
+_DEEPSPEED_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 # If Slurm has two names, the step's comes first: the other one may describe the whole job.
 _SLURM_SIZES = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 _SLURM_LAYOUTS = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
@@ -141,13 +143,14 @@ def _found(env: Mapping[str, str]) -> list[_Set]:
     # torchrun's come last, because wrappers copy those of another launcher to its names.
     pals = any(name in env for name in _PALS_LOCAL)
     hydra = not pals or any(name in env for name in _HYDRA_LOCAL)
+    is_deepspeed = "LOCAL_WORLD_SIZE" not in env and env.keys() >= {*_DEEPSPEED_NAMES}
     sets = (
         _pick("Open MPI", _OPEN_MPI_NAMES, env),
         _pick("MVAPICH", _MVAPICH_NAMES, env),
         _pick(_MPI, _HYDRA_NAMES, env) if hydra else None,
         _pick(_MPI, _PALS_NAMES, env) if pals else None,
         _slurm_step(env),
-        _pick(_TORCH, _TORCH_NAMES, env),
+        _pick(_TORCH, _DEEPSPEED_NAMES if is_deepspeed else _TORCH_NAMES, env),
     )
     return [found for found in sets if found]
 
@@ -216,11 +219,6 @@ def _partial(found: _Set, complete: Sequence[_Set], env: Mapping[str, str]) -> s
             "which sets all four"
         )
         return f"{head}: {nodes}; {mend}"
-    if found.missing == ["LOCAL_WORLD_SIZE"] and "LOCAL_SIZE" in env:
-        return (
-            f"{head}: DeepSpeed's launcher calls it LOCAL_SIZE; type: export "
-            "LOCAL_WORLD_SIZE=$LOCAL_SIZE"
-        )
     return (
         f"{head}: a launcher sets all of them; if no launcher started this process, "
         f"type: unset {names}"

@@ -7,7 +7,9 @@ inside the verbs, so that `--help` stays fast.
 
 # No `from __future__ import annotations` in this folder: Typer reads the annotations themselves.
 import gc
+import os
 import sys
+from itertools import filterfalse
 from typing import Annotated
 
 import typer
@@ -115,6 +117,7 @@ def main() -> None:
     with guarded():
         try:
             _refuse_undecodable(sys.argv[1:])
+            sys.argv[1:] = filterfalse(_is_of_a_launcher, sys.argv[1:])
             app(prog_name="ortlaunch")
         # Printed without a prefix: their lines begin with file:line:column, for editors.
         except (RecipeError, HostfileError) as error:
@@ -138,6 +141,13 @@ def _print_error(text: str, error: OrtlaunchError) -> int:
         # In a pipe or a file an error is one line, for editors and scripts.
         print(wrap_lines(text, output_columns()) if sys.stderr.isatty() else text, file=sys.stderr)
     return error.exit_status
+
+
+def _is_of_a_launcher(word: str) -> bool:
+    """Return whether a word is the local rank that DeepSpeed's launcher, or torch's old one, adds."""
+    # It says the same as the variable, and may come before the verb.
+    name, _, value = word.replace("_", "-").partition("=")
+    return name == "--local-rank" and value == os.environ.get("LOCAL_RANK")
 
 
 def _refuse_undecodable(words: list[str]) -> None:

@@ -50,7 +50,13 @@ _OPTIONS = {
 }  # fmt: skip
 # Other tools accept the config as an option.
 _RECIPE = "give the recipe without an option, as in `ortlaunch train RECIPE`"
-_WORDS = {"config": _RECIPE, "config_file": _RECIPE, "recipe": _RECIPE, "config_path": _RECIPE}
+_WORDS = {
+    "local_rank": "its launcher must set LOCAL_RANK, too",
+    "config": _RECIPE,
+    "config_file": _RECIPE,
+    "recipe": _RECIPE,
+    "config_path": _RECIPE,
+}
 
 
 # Typer's metavars, such as <list[str]>.

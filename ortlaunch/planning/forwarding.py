@@ -15,9 +15,13 @@ FORWARDED = (
     "LD_LIBRARY_PATH",
     "VIRTUAL_ENV",
     "XDG_CACHE_HOME",
-    "HTTPS_PROXY",
-    "NO_PROXY",
-)
+    *(name for proxy in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
+      for name in (proxy, proxy.lower())),
+    "SSL_CERT_FILE",
+    "SSL_CERT_DIR",
+    "REQUESTS_CA_BUNDLE",
+    "CURL_CA_BUNDLE",
+)  # fmt: skip
 FORWARDED_PREFIXES = (
     "NCCL_", "GLOO_", "UCX_", "FI_", "I_MPI_", "MPI4PY_", "OMP_", "MKL_", "KMP_", "HF_", "TRANSFORMERS_", "TOKENIZERS_",
     "ORTMODULE_", "ORTLAUNCH_", "TORCH_", "TORCHINDUCTOR_", "DS_", "PYTORCH_", "WANDB_", "MLFLOW_",

@@ -115,8 +115,9 @@ def _gpus(options: Any, count: int) -> str:
 def _ranks(job: QueuedRun) -> str:
     """Return the command for the step of ranks."""
     # --distribution=block numbers the ranks as the plan does, host by host. Ranks find each other
-    # without MPI, hence --mpi=none.
-    options = ["srun --kill-on-bad-exit=1 --distribution=block --mpi=none"]
+    # without MPI, hence --mpi=none. --export=ALL, because some sites set SLURM_EXPORT_ENV=NONE for
+    # whole jobs, and ranks need the variables of this script.
+    options = ["srun --export=ALL --kill-on-bad-exit=1 --distribution=block --mpi=none"]
     if job.options["cpus_per_task"] is not None:
         # Since Slurm 22.05 a step does not inherit it from the job.
         options.append(f"--cpus-per-task={job.options['cpus_per_task']}")
@@ -128,7 +129,7 @@ def _conclusion(job: QueuedRun) -> str:
     # That is this host, or the image, which a step of one task starts.
     if job.options["container"] is None:
         return shlex.join(job.conclude)
-    return _inside(job, "srun --nodes=1 --ntasks=1 --mpi=none", job.conclude)
+    return _inside(job, "srun --export=ALL --nodes=1 --ntasks=1 --mpi=none", job.conclude)
 
 
 def _inside(job: QueuedRun, step: str, command: tuple[str, ...]) -> str:

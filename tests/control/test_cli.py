@@ -485,3 +485,21 @@ def test_an_error_that_is_printed_already_adds_no_line(capsys: pytest.CaptureFix
     """`plan --predict` shows the message of its process, and has none of its own."""
     assert _print_error("ortlaunch: ", RunError("", 3)) == 3
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("--local_rank=0", "validate", "good.yaml"), ("validate", "--local-rank=0", "good.yaml")],
+)
+def test_the_local_rank_of_a_launcher(
+    words: tuple[str, ...], ortlaunch: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The option that DeepSpeed's launcher adds is left out where its variable says the same."""
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert ortlaunch(*words).status == 0
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert ortlaunch(*words).status == 2
+    assert (
+        "its launcher must set LOCAL_RANK, too"
+        in ortlaunch("validate", "--local_rank=0", "good.yaml").err
+    )

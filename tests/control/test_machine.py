@@ -125,6 +125,11 @@ GPU_CASES = [
     (2, "GPU-8932f937,GPU-1122aabb", 2),
     (1, "MIG-1,MIG-2", 2),
     (0, "0,1", 0),
+    # Slurm's of a job without GPUs, a word of other tools, a GPU that is named twice.
+    (4, "NoDevFiles", 0),
+    (4, "all", 0),
+    (4, "0,0", 0),
+    (4, "0,x,1", 1),
 ]
 
 

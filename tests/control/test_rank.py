@@ -217,3 +217,13 @@ def test_explain_wrong_value() -> None:
 def test_variables_are_all_that_is_read(env: Env) -> None:
     """No launcher is detected without VARIABLES, so removing them gives a clean environment."""
     assert detect({name: value for name, value in env.items() if name not in VARIABLES}) is None
+
+
+def test_deepspeeds_launcher_counts_by_another_name() -> None:
+    """DeepSpeed's launcher has LOCAL_SIZE in place of LOCAL_WORLD_SIZE, which wins if it is set."""
+    env = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}
+    assert detect(env) == (Rank(3, 4, 1, 2), "torchrun")
+    assert detect({**env, "LOCAL_SIZE": "9", "LOCAL_WORLD_SIZE": "2"}) == (
+        Rank(3, 4, 1, 2),
+        "torchrun",
+    )

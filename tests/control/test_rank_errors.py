@@ -52,10 +52,10 @@ TORCH_MEND = "a launcher sets all of them; if no launcher started this process, 
             f"{TORCH_MEND} RANK WORLD_SIZE LOCAL_RANK",
         ),
         (
-            DEEPSPEED,
-            "torchrun: RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 set, but LOCAL_WORLD_SIZE not: "
-            "DeepSpeed's launcher calls it "
-            "LOCAL_SIZE; type: export LOCAL_WORLD_SIZE=$LOCAL_SIZE",
+            but(DEEPSPEED, LOCAL_RANK=None),
+            "torchrun: RANK=0 WORLD_SIZE=1 set, but LOCAL_RANK, LOCAL_WORLD_SIZE not: Kubeflow "
+            "PyTorchJob and Alibaba PAI set RANK and WORLD_SIZE to count nodes, not ranks; start "
+            "torchrun on each node with --nnodes=$WORLD_SIZE --node-rank=$RANK, which sets all four",
         ),
         (
             {"RANK": "1", "WORLD_SIZE": "4", **MASTER},

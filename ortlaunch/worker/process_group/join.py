@@ -188,11 +188,13 @@ def _tcp_store(rank: Rank, where: Sequence[Any], listener: socket.socket | None)
 
 
 def _stay_on_loopback(environ: MutableMapping[str, str]) -> None:
-    """Make gloo and NCCL listen on the loopback interface, unless the user has set an interface."""
+    """Make gloo and NCCL listen on the loopback interface, unless the user has set an interface.
+
+    Raises:
+        LaunchError: the interface that the user has set is not on this host.
+    """
     # By default they listen on the address of the host's name, which other hosts may reach.
-    loopback = [name for _, name in socket.if_nameindex() if name == "lo"]
-    for variable, value in interface.variables(loopback[0]).items() if loopback else ():
-        environ.setdefault(variable, value)
+    interface.use("127.0.0.1", environ)
 
 
 def _report_late_ranks(plan: Plan, host: str, port: int) -> None:

@@ -108,14 +108,17 @@ def interfaces() -> list[str]:
     return [name for _, name in socket.if_nameindex()]
 
 
-def _address_of(name: str) -> str:
-    address = _address(name)
-    if address is None:
+def _address_of(names: str) -> str:
+    # torch takes a list, whose first interface is that of the listener.
+    addresses = {name: _address(name) for name in names.split(",")}
+    absent = [name for name, address in addresses.items() if address is None]
+    if absent:
+        named = names if absent == [names] else f"{names}: {absent[0]}"
         raise LaunchError(
-            f"{_GLOO} (launch.interface) is {name}, and {socket.gethostname()} has no such "
+            f"{_GLOO} (launch.interface) is {named}, and {socket.gethostname()} has no such "
             f"interface with an address; it has {', '.join(interfaces())}"
         )
-    return address
+    return str(addresses[names.split(",", maxsplit=1)[0]])
 
 
 def _address(name: str) -> str | None:

@@ -26,7 +26,7 @@ echo "ortlaunch: the job begins on $(hostname), turn $((${SLURM_RESTART_COUNT:-0
 module load cuda/12.4
 
 status=0
-srun --kill-on-bad-exit=1 --distribution=block --mpi=none --cpus-per-task=12 \
+srun --export=ALL --kill-on-bad-exit=1 --distribution=block --mpi=none --cpus-per-task=12 \
     python start.py ortlaunch.cli train /runs/x/submitted.yaml --run-dir /runs/x || status=$?
 
 # Which rank failed and why; the status is that rank's, where srun's may be an echo.

@@ -193,6 +193,17 @@ def test_json_of_another_format_is_refused() -> None:
             {},
             ("HF_TOKEN", "NCCL_DEBUG", "OMP_NUM_THREADS"),
         ),
+        (
+            {
+                "http_proxy": "x",
+                "HTTP_PROXY": "x",
+                "no_proxy": "y",
+                "SSL_CERT_FILE": "/c",
+                "proxy": "z",
+            },
+            {},
+            ("HTTP_PROXY", "SSL_CERT_FILE", "http_proxy", "no_proxy"),
+        ),
         ({"WANDB_API_KEY": "x", "HOME": "y"}, {"forward": ["WANDB_API_KEY"]}, ("WANDB_API_KEY",)),
         # The recipe's value replaces the shell's.
         ({"NCCL_DEBUG": "INFO"}, {"env": {"NCCL_DEBUG": "WARN"}}, ()),

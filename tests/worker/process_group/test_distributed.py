@@ -316,6 +316,13 @@ def test_the_interface_that_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
         LaunchError, match=r"is ib7, and box has no such interface with an address; it has lo"
     ):
         interface.use("10.0.0.1", {"GLOO_SOCKET_IFNAME": "ib7"})
+    # torch's form of several; and NCCL's of exclusion, which gloo does not know.
+    assert interface.own_address(["b"], {"GLOO_SOCKET_IFNAME": "lo,lo"}) == "127.0.0.1"
+    with pytest.raises(LaunchError, match=r"is lo,ib7: ib7, and box has no such"):
+        interface.own_address(["b"], {"GLOO_SOCKET_IFNAME": "lo,ib7"})
+    # A single host is checked, too.
+    with pytest.raises(LaunchError, match=r"is \^lo, and box has no such interface"):
+        join._stay_on_loopback({"GLOO_SOCKET_IFNAME": "^lo"})
 
 
 def test_the_interface_of_an_address() -> None:
