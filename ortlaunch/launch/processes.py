@@ -108,7 +108,9 @@ def submit(request: Request, output: Path | None = None) -> Job:
     if program is None:
         raise LaunchError(f"cannot start {request.argv[0]}: program not found")
     argv = [*ending_with_this_process(), program, *request.argv]
-    environ = {**os.environ, **dict(request.env)}
+    # An outer torchrun's options, which an inner one would take from its environment.
+    outer = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
+    environ = {**outer, **dict(request.env)}
     orphans = Orphans()
     with open(output, "ab") if output else contextlib.nullcontext() as sink:
         process = subprocess.Popen(

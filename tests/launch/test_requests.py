@@ -448,6 +448,20 @@ def test_a_request_is_what_a_person_would_type(tmp_path: Path) -> None:
     assert result.stdout == """["it's", '$HOME'] a 'b' $c one $x\n`two`\n\n"""
 
 
+def test_options_of_an_outer_torchrun_stay_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launcher does not get the options that an outer torchrun has in the environment."""
+    monkeypatch.setenv("PET_MODULE", "1")
+    code = "import os; open('got', 'w').write(f'{[*filter(None, map(os.environ.get, NAMES))]}')"
+    request = Request(
+        (sys.executable, "-c", f"NAMES = 'PET_MODULE', 'ODD'; {code}"), (("ODD", "x"),)
+    )
+    monkeypatch.chdir(tmp_path)
+    assert backend("local").wait(backend("local").submit(request)) == 0
+    assert Path("got").read_text() == "['x']"
+
+
 # Outputs of `mpirun --version`.
 VERSIONS = {
     "mpirun (Open MPI) 5.0.11\n\nReport bugs to https://www.open-mpi.org/community/help/\n": (

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ortlaunch.errors import CheckpointError
+from ortlaunch.errors import CheckpointError, InputError
 from ortlaunch.launch_plan import Plan
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder import origin
@@ -112,7 +112,7 @@ def explain(
         group: all ranks.
 
     Raises:
-        CheckpointError: the checkpoint is of another training, and no option allows that.
+        InputError: the checkpoint is of another training, and no option allows that.
     """
     requested = ResumeRecord.read(run)
     made = origin.read(found.folder)
@@ -134,6 +134,4 @@ def explain(
             end="\n" if changes else "",
         )
     if refused := [change.line(allow) for change in changes if change.is_refused(allow)]:
-        raise CheckpointError(
-            "\n  ".join([f"{found.folder} belongs to a different training:", *refused])
-        )
+        raise InputError(f"{found.folder} belongs to a different training: {'; '.join(refused)}")

@@ -25,6 +25,12 @@ from ortlaunch.worker.data.samples import Sample
 
 # The name of a batch that is one tensor, and the start of names of a list's tensors.
 _BATCH = "_batch"
+# Attributes of tables, whose items are no rows -> the expression of their rows.
+_TABLES = {
+    "iloc": "table.to_dict('records')",
+    "to_pylist": "table.to_pylist()",
+    "to_dicts": "table.to_dicts()",
+}
 # The first word of a fingerprint of samples.
 SAMPLES = "samples"
 # Samples of a fingerprint, reads of each, and elements of a tensor in it.
@@ -206,6 +212,11 @@ class OwnSamples:
             raise DataError(
                 f"data.factory returned {type(items).__name__}; it must have samples, "
                 "__len__ and __getitem__"
+            )
+        form = next((form for name, form in _TABLES.items() if hasattr(items, name)), None)
+        if form:
+            raise DataError(
+                f"data.factory returned {type(items).__name__}, a table; return its rows: {form}"
             )
         # For example a DatasetDict, which maps names of splits to data sets.
         if isinstance(items, Mapping) and 0 not in items:

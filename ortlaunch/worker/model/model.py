@@ -203,6 +203,7 @@ def build_model(recipe: Recipe, data: LoadedData) -> LossModule:
             raise InputError(
                 f"model.factory returned {type(model).__name__}; it must return a torch.nn.Module"
             )
+        _refuse_sparse(recipe, model)
     else:
         model, loaded = _transformers_model(recipe, data)
         # transformers derives it from the class's name. For GPT2LMHeadModel it finds None, and
@@ -228,6 +229,24 @@ def build_model(recipe: Recipe, data: LoadedData) -> LossModule:
     whole.has_numbers = traits.is_own
     whole.offloads = recipe.model.offload_activations
     return whole
+
+
+def _refuse_sparse(recipe: Recipe, model: nn.Module) -> None:
+    """Refuse layers with sparse gradients, unless the optimizer is torch's plain SGD.
+
+    Raises:
+        InputError: there is such a layer, and the recipe does more with its gradient.
+    """
+    sparse = [
+        name for name, part in model.named_modules() if getattr(part, "sparse", False) is True
+    ]
+    own = recipe.optimizer
+    is_plain = own.name == "sgd" and not (own.momentum or own.weight_decay or recipe.zero)
+    if sparse and not (is_plain and recipe.train.max_grad_norm is None):
+        raise InputError(
+            f"model: {sparse[0]} has sparse gradients, which only optimizer.name=sgd takes, without "
+            "momentum, weight_decay, train.max_grad_norm and zero; give it sparse=False"
+        )
 
 
 def _train_without_cache(model: nn.Module) -> bool | None:

@@ -126,6 +126,7 @@ def group(plan: Plan, rank: Rank, run: RunDir) -> Iterator[DistributedContext]:
     agree(plan, rank)
     machine.raise_open_file_limit()
     _connect_on_demand(rank.world_size, os.environ)
+    _lower_debug_level(plan, rank)
     device = _device(plan, rank)
     found = detect(os.environ)
     launcher = found[1] if found else ""
@@ -153,6 +154,15 @@ def _connect_on_demand(ranks: int, environ: MutableMapping[str, str]) -> None:
     # runs keep the full mesh: there a closed port ends the start and not the first step.
     if ranks > _MOST_MESH_RANKS:
         environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+
+
+def _lower_debug_level(plan: Plan, rank: Rank) -> None:
+    """Replace a debug level of torch at which its DistributedDataParallel crashes."""
+    # SIGSEGV in torch 2.13; DeepSpeed, which does not use it, trains.
+    if plan.deepspeed is None and dist.get_debug_level() == dist.DebugLevel.DETAIL:
+        dist.set_debug_level(dist.DebugLevel.INFO)
+        if rank.rank == 0:
+            print("TORCH_DISTRIBUTED_DEBUG: INFO, for DETAIL crashes DistributedDataParallel")
 
 
 def agree(plan: Plan, rank: Rank) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from ortlaunch.errors import CheckpointError
+from ortlaunch.errors import CheckpointError, InputError
 from ortlaunch.run_folder.folder import RunDir, read_json, write_json, write_text
 from ortlaunch.run_folder.resume_record import FROM_THE_BEGINNING
 from ortlaunch.worker import checkpoint
@@ -165,7 +165,7 @@ def test_changed_data_are_found_by_those_who_read_them(
     explained = (
         contextlib.nullcontext()
         if allow
-        else pytest.raises(CheckpointError, match="refused without --allow")
+        else pytest.raises(InputError, match="refused without --allow")
     )
     with explained:
         checkpoint.explain(run, made, found, {"data": {"samples": 65, "fingerprint": None}}, GROUP)
@@ -190,7 +190,7 @@ def test_an_evaluation_takes_weights_whatever_they_would_be_trained_on(
     assert found is not None
     made = recipe(train={"max_steps": 6}, optimizer={"name": "adamw", "learning_rate": 0.01})
     # Otherwise tokenizer and labels may be made from the changed data.
-    refused = pytest.raises(CheckpointError, match=r"64 -> 65: refused \(its tokens and labels may")
+    refused = pytest.raises(InputError, match=r"64 -> 65: refused \(its tokens and labels may")
     with contextlib.nullcontext() if keeps else refused:
         checkpoint.explain(run, made, found, {"data": {"samples": 65, "fingerprint": None}}, GROUP)
     assert "allow" not in capsys.readouterr().out

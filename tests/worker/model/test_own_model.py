@@ -6,6 +6,7 @@ import re
 import sys
 import types
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,12 @@ from ortlaunch.errors import InputError
 from ortlaunch.rank import Rank
 from ortlaunch.worker.data import LoadedData
 from ortlaunch.worker.engine.engine import build_engine
-from ortlaunch.worker.model.model import LossModule, build_model, require_arguments
+from ortlaunch.worker.model.model import (
+    LossModule,
+    _refuse_sparse,
+    build_model,
+    require_arguments,
+)
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from tests.makers import plan, recipe
 from tests.ort import needs_ort
@@ -165,3 +171,25 @@ def test_the_users_own_mistake_is_no_fault_of_onnx_runtime() -> None:
     model = LossModule(Taking(fails=True))
     with pytest.raises(KeyError, match="lookup"):
         build_engine(chosen, plan(chosen), model, alone, {"x": torch.ones(2, 4)})
+
+
+@pytest.mark.parametrize(
+    ("sections", "refused"),
+    [
+        ({}, False),
+        ({"optimizer": {"name": "adamw", "learning_rate": 0.1}}, True),
+        ({"optimizer": {"name": "sgd", "learning_rate": 0.1, "momentum": 0.9}}, True),
+        ({"optimizer": {"name": "sgd", "learning_rate": 0.1, "weight_decay": 0.9}}, True),
+        ({"train": {"max_steps": 1, "max_grad_norm": 1.0}}, True),
+        ({"zero": {"stage": 1}}, True),
+    ],
+)
+def test_sparse_gradients(sections: dict[str, Any], refused: bool) -> None:
+    """A layer with sparse gradients is named where the optimizer or clipping cannot take them."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Embedding(4, 2, sparse=True))
+    with (
+        pytest.raises(InputError, match="model: 1 has sparse gradients")
+        if refused
+        else nullcontext()
+    ):
+        _refuse_sparse(recipe(**sections), model)

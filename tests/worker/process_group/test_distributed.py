@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ortlaunch.errors import LaunchError, MissingDependency
 from ortlaunch.planning.hosts import Host
@@ -87,6 +88,21 @@ class Gathered(distributed.DistributedContext):
             if self.others[0] != "same"
             else [value] * self.size
         )
+
+
+@pytest.mark.parametrize("zero", [None, {"stage": 1}])
+def test_a_debug_level_that_crashes_torch(zero: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """TORCH_DISTRIBUTED_DEBUG=DETAIL is INFO, said once, where DistributedDataParallel trains."""
+    before = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        for rank in range(2):
+            distributed._lower_debug_level(plan(recipe(zero=zero)), Rank(rank, 2, rank, 2))
+        level = dist.get_debug_level()
+    finally:
+        dist.set_debug_level(before)
+    assert level == (dist.DebugLevel.DETAIL if zero else dist.DebugLevel.INFO)
+    assert capsys.readouterr().out.count("INFO, for DETAIL crashes") == (0 if zero else 1)
 
 
 def test_the_same_files_are_agreed() -> None:
