@@ -90,11 +90,10 @@ def require_same_data(
             raise InputError(
                 f"{key}: the ranks have listed different files; give a list that stays"
             )
-        sizes = [of["samples"] for of in (each, first)]
-        many = "" if sizes[0] == sizes[1] else f" ({sizes[0]:,}, not {sizes[1]:,})"
         raise InputError(
-            f"{key}: data.factory returns other samples on rank {rank} than on rank 0{many}. It must "
-            "return all samples, in one order, on each rank: ortlaunch shares them out. "
+            f"{key}: data.factory returns other samples on rank {rank} ({each['samples']:,}) than on "
+            f"rank 0 ({first['samples']:,}). It must return all samples, in one order, on each rank: "
+            "ortlaunch shares them out. "
             "Python's, NumPy's and torch's generators are seeded alike; sort sets and lists of "
             "files, and seed generators of your own"
         )

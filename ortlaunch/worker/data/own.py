@@ -190,8 +190,9 @@ def _form(value: Any) -> object:
     if value.dtype.kind not in "fc" or not value.size:
         return value.shape, hashlib.blake2b(value.tobytes(), digest_size=8).hexdigest()
     # Some elements, rounded: CPUs differ in the last digits, and wholly where values cancel out.
-    size = np.abs(value.ravel()[:: max(1, value.size // _ELEMENTS)]).astype(float)
-    return value.shape, [f"{each:.3g}" for each in np.where(size < size.max() / 1e4, 0, size)]
+    some = value.ravel()[:: max(1, value.size // _ELEMENTS)]
+    some = np.where(np.abs(some) < np.abs(some).max() / 1e4, 0, some)
+    return value.shape, [f"{each:.3g}" for each in some]
 
 
 class OwnSamples:

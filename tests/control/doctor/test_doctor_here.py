@@ -194,6 +194,7 @@ def test_data_workers_need_shared_memory(monkeypatch: pytest.MonkeyPatch) -> Non
         "and data.workers read 12.0 TiB ahead",
     )
 
+    # The error of the process that reads the batch.
     def fail() -> str:
         raise RunError("data.factory returned int")
 

@@ -125,6 +125,7 @@ def test_missing_files(sections: dict[str, Any], said: list[str]) -> None:
     assert len(found) == len(said)
 
 
+# The whole text of such a file.
 POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 1234\n"
 
 
@@ -183,6 +184,7 @@ def test_more_tokens_than_rows(vocabulary: Any, sections: dict[str, Any], said: 
     Path("m/tokenizer.json").write_text(json.dumps(tokenizer))
     model = {"task": "masked-lm", "pretrained": "m"}
     data = {**WORDS, "tokenizer": "m", **sections}
+    # "a" is added and in the vocabulary, and counts once.
     assert [text for _, text in missing_files(bert(model=model, data=data))] == said
     larger = {**model, "config": {"vocab_size": 6}}
     assert not list(missing_files(bert(model=larger, data=data)))

@@ -151,6 +151,7 @@ def test_a_worker_that_fails_ends_the_reading(
         folder.mkdir()
         process: Any = multiprocessing.process.current_process()
         monkeypatch.setitem(process._config, "tempdir", str(folder))
+    # Sample 7 is in some batch of the first epoch, whichever worker reads it.
     batches = batches_of(Ending())
     began = time.monotonic()
 
@@ -168,6 +169,7 @@ def test_a_worker_that_fails_ends_the_reading(
     assert not multiprocessing.active_children()
 
 
+# Batches of 16 MB.
 LARGE = """
 import torch
 from ortlaunch.launch_plan import BatchPlan

@@ -311,6 +311,7 @@ def test_columns_of_pairs_hold_text(tmp_path: Path) -> None:
 
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+# As OpenAI writes a call, without a content.
 CALL: dict[str, Any] = {
     "role": "assistant",
     "content": None,
@@ -344,6 +345,7 @@ def test_a_template_writes_tools_and_calls(form: Any, in_json: bool, tmp_path: P
         "tokenize": 1,
     }
     found = tokenized_chats(corpus(tmp_path, row, messages_column="messages"), tokenizer, print)
+    # The parts are joined, and no content is an empty one.
     text = [{"role": "user", "content": "Weather there?"}, {**CALL, "content": ""}, *CALLED[2:]]
     theirs = tokenizer.apply_chat_template(text, tools=TOOLS, style="brief", tokenize=False)
     tokens = found.tokens[0 : len(found.tokens)].astype(int).tolist()

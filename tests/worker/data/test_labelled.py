@@ -330,6 +330,7 @@ def test_no_rows_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         LabelledTexts(Corpus(format="hub", name="some/set"), words(), 4)
 
 
+# Names that are whole numbers, names that are words, and transformers' own for classes without names.
 STARS = {str(star): star - 1 for star in range(1, 6)}
 NAMED = {"bad": 0, "good": 1}
 DEFAULT = {"LABEL_0": 0, "LABEL_1": 1, "LABEL_2": 2}
@@ -389,6 +390,7 @@ def test_names_of_numbers_in_another_order(tmp_path: Path) -> None:
         Corpus(format="parquet", path=(str(tmp_path / "x.parquet"),)), words(), 4
     )
     number_as_trained(samples, NAMED, 2)
+    # The row's 1 is "bad", the model's class 0.
     assert samples.labels == [0, 1]
 
 

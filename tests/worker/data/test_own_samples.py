@@ -84,6 +84,9 @@ def test_data_in_another_order_or_of_another_seed_differ() -> None:
     rows = [{"x": torch.tensor([0.1 + row, 1e-9 * row]), "y": row} for row in range(10)]
     assert not is_same_data(fingerprint(rows), fingerprint(rows[::-1]))
     assert not is_same_data(fingerprint(rows), fingerprint([{**row, "y": 0} for row in rows]))
+    # The sign alone is another value.
+    turned = [{**row, "x": -row["x"]} for row in rows]  # type: ignore[operator]
+    assert not is_same_data(fingerprint(rows), fingerprint(turned))
     other_cpu = [{**row, "x": row["x"] * (1 + 1e-6) + 1e-8} for row in rows]
     assert is_same_data(fingerprint(rows), fingerprint(other_cpu))
     parts = [OwnSamples(rows), OwnSamples(rows[:3])]
@@ -132,8 +135,10 @@ def test_ranks_with_other_data_do_not_train() -> None:
     fewer = identity(OwnSamples([{"x": row} for row in range(9)]))
     require_same_data("data.train", mine, recipe(), Ranks(mine))  # type: ignore[arg-type]
     require_same_data("data.train", mine, recipe(), Ranks({**mine, "fingerprint": None}))  # type: ignore[arg-type]
-    for other, count in ((moved, "rank 0. It must"), (fewer, r"rank 0 \(9, not 10\). It must")):
-        with pytest.raises(InputError, match=f"other samples on rank 1 than on {count}"):
+    # Another order, and a shard of its own.
+    for other, count in (moved, 10), (fewer, 9):
+        message = rf"other samples on rank 1 \({count}\) than on rank 0 \(10\). It must"
+        with pytest.raises(InputError, match=message):
             require_same_data("data.train", mine, recipe(), Ranks(other))  # type: ignore[arg-type]
 
 

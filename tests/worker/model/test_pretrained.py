@@ -344,6 +344,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def with_tokens(llama: str, rows: int | None, lora: Any = None, **tokens: Any) -> LossModule:
     """Build the Llama with new tokens; rows: of its embeddings, None for its own."""
+    # Other rows resize the embeddings.
     config = {} if rows is None else {"config": {"vocab_size": rows}}
     model = {"pretrained": llama, **config, "lora": lora}
     chosen = recipe("causal-lm", model, {"tokenizer": llama, **tokens})
@@ -372,6 +373,7 @@ NEW = {"special_tokens": {"eos_token": "<|im_end|>"}, "added_tokens": ["<|im_sta
         (None, NEW, ["embed_tokens"], "lm_head"),
         (None, NEW, ["embed_tokens", "lm_head"], None),
         (None, {"special_tokens": {"pad_token": "<pad>"}}, [], None),
+        # More rows without a new token, as for speed.
         (408, {}, [], None),
     ],
 )

@@ -97,6 +97,7 @@ def test_parameters_of_any_shape(zero: dict | None, tmp_path: Path, world: None)
         "optimizer": {"name": "adamw", "learning_rate": 0.01},
         "schedule": {"name": "constant"},
     }
+    # Two steps with ZeRO, and two without, are four in plain PyTorch.
     plain = train_here(tmp_path / "plain", Shapes(), ROWS, train={"max_steps": 4}, **settings)
     folder = tmp_path / "run"
     train_here(folder, Shapes(), ROWS, zero=zero, train={"max_steps": 2}, **settings)
@@ -371,6 +372,7 @@ class Changing(Line):
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         self.passes += 1
+        # The checkpoint comes later, after the sixth step.
         if self.passes == 4:
             if self.how == "replaced":
                 self.trunk = nn.Parameter(torch.ones(4))
@@ -397,6 +399,7 @@ def test_parameters_that_change_while_training(
 def test_what_a_checkpoint_cannot_hold(how: str, tmp_path: Path) -> None:
     """A value that no checkpoint can store is refused before the first step, by its name."""
     model = Line()
+    # torch trains each of them.
     if how == "complex parameter":
         model.odd = nn.Parameter(torch.ones(2, dtype=torch.cfloat))  # type: ignore[assignment]
     elif how == "complex buffer":
