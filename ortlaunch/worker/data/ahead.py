@@ -10,10 +10,10 @@ import collections
 import contextlib
 import functools
 import itertools
-import multiprocessing.connection
 import multiprocessing.queues
 import os
 import signal
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -202,7 +202,10 @@ def _by_processes(read: Read, ahead: Iterator[Places], reader: Reader) -> Iterat
 
 def _end_of(workers: Sequence[BaseProcess], receiver: int) -> str:
     """Return how a worker process ended, or failed to hand over a batch; "" if none did."""
-    multiprocessing.connection.wait([worker.sentinel for worker in workers], _END_SECONDS)
+    # Its connection may be closed before it has ended.
+    deadline = time.monotonic() + _END_SECONDS
+    while not any(worker.exitcode for worker in workers) and time.monotonic() < deadline:
+        time.sleep(0.05)
     # A worker writes its error before it ends.
     with contextlib.suppress(BlockingIOError):
         if text := os.read(receiver, _ERROR_BYTES):

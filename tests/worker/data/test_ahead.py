@@ -165,7 +165,8 @@ def test_a_worker_that_fails_ends_the_reading(
     assert message in str(raised.value)
     assert str(raised.value).startswith("data.workers: ")
     assert raised.value.exit_status == status
-    assert time.monotonic() - began < 5
+    # Seconds, and not train.stall_seconds; beside other tests a fork alone may take some.
+    assert time.monotonic() - began < 20
     assert not multiprocessing.active_children()
 
 

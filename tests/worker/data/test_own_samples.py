@@ -45,6 +45,7 @@ def test_a_factory_draws_the_same_everywhere(
         return call("data.factory", "drawing:made", {}, seed)
 
     assert drawn(7) == drawn(7) != drawn(8)
+    del sys.modules["drawing"]
 
 
 class Sometimes:

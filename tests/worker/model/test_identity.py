@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ortlaunch.errors import CheckpointError
+from ortlaunch.errors import CheckpointError, InputError
 from ortlaunch.run_folder.folder import RunDir, write_text
 from ortlaunch.run_folder.resume_record import FROM_THE_BEGINNING
 from ortlaunch.worker import checkpoint
@@ -76,7 +76,7 @@ def test_another_base_needs_a_word(
         assert "applied, with --allow model" in capsys.readouterr().out
     else:
         with pytest.raises(
-            CheckpointError, match=r"weights.frozen: '\w+' -> '\w+': refused without --allow model"
+            InputError, match=r"weights.frozen: '\w+' -> '\w+': refused without --allow model"
         ):
             checkpoint.explain(run, recipe(**sections), found, now, GROUP)
     with pytest.raises(CheckpointError, match="differ from those of its training"):
