@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -69,11 +68,10 @@ def load_pretrained(
     wanted = _vocabulary(config)
     # Load at the size of the source first; `_resize` then keeps the trained embeddings. Until then
     # a new token, such as padding, does not exist.
-    first = own if own is not None and own != wanted else sys.maxsize
     new_tokens = {
         name: value
         for name, value in config.to_dict().items()
-        if name.endswith("_token_id") and isinstance(value, int) and value >= first
+        if name.endswith("_token_id") and isinstance(value, int) and value >= (own or 0) > 0
     }
     for name in new_tokens:
         setattr(config, name, getattr(theirs, name, None))
