@@ -16,11 +16,13 @@ import threading
 import time
 
 from ortlaunch.launch import Request
-from ortlaunch.launch.processes import submit, wait
+from ortlaunch.launch.processes import Job, cancel, submit, wait
 
 BEAT = "0"
 # Seconds between two heartbeats.
 BEAT_SECONDS = 2.0
+# Added to the grace in which a launcher ends its ranks.
+MORE_SECONDS = 6.0
 # Six heartbeats: a short interruption of the network does not end a run.
 _SILENT_SECONDS = 12.0
 
@@ -36,12 +38,15 @@ def main() -> int:
     job = submit(Request(tuple(work["argv"]), tuple(work["env"].items()), notifies_ranks=False))
     # `over_ssh` reports a signal once for all hosts.
     job.is_quiet = True
-    threading.Thread(target=_listen, args=(rest,), daemon=True).start()
+    threading.Thread(target=_listen, args=(job, work["grace_seconds"], rest), daemon=True).start()
     return wait(job)
 
 
-def _listen(rest: bytes) -> None:
-    """Send this process the signals that the lines name, and SIGTERM when the input ends."""
+def _listen(job: Job, grace_seconds: float, rest: bytes) -> None:
+    """Send this process the signals that the lines name, and SIGTERM when the input ends.
+
+    What has not ended after the grace is killed.
+    """
     # The handlers are those of `wait`, which sets SIGUSR2's after those of the ending signals.
     while signal.getsignal(signal.SIGUSR2) in (signal.SIG_DFL, signal.SIG_IGN):
         time.sleep(0.01)
@@ -50,6 +55,9 @@ def _listen(rest: bytes) -> None:
         if line != BEAT:
             os.kill(os.getpid(), int(line or signal.SIGTERM))
         if not line:
+            # torchrun may wait in C++ for a file that is not written any more, deaf to SIGTERM.
+            time.sleep(grace_seconds + MORE_SECONDS)
+            cancel(job)
             return
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ortlaunch import machine, start
-from ortlaunch.launch.host_agent import BEAT, BEAT_SECONDS
+from ortlaunch.launch.host_agent import BEAT, BEAT_SECONDS, MORE_SECONDS
 from ortlaunch.launch.orphans import send
 from ortlaunch.launch.ssh import needs_no_ssh, ssh
 from ortlaunch.launch_plan import Plan
@@ -31,8 +31,6 @@ _CONNECT_SECONDS = 10
 _ALIVE_SECONDS = 4
 # The status with which ssh reports an error of its own.
 _LOST = 255
-# Added to the grace in which an agent and its launcher end their ranks.
-_MORE_SECONDS = 6.0
 
 
 class HostAgent:
@@ -91,8 +89,9 @@ def main() -> int:
         print(f"ortlaunch: {hosts} hosts take as many open files and processes: {error}; raise "
               "`ulimit -n` and `ulimit -u`", file=sys.stderr, flush=True)  # fmt: skip
         return 1
+    rest = {"cwd": os.getcwd(), "env": environ, "grace_seconds": work["grace_seconds"]}
     for agent in agents:
-        agent.send_line(json.dumps({"argv": agent.argv, "cwd": os.getcwd(), "env": environ}))
+        agent.send_line(json.dumps({"argv": agent.argv, **rest}))
     return _wait(agents, asked, RunDir(Path(sys.argv[1]).parent))
 
 
@@ -119,7 +118,7 @@ def _wait(agents: list[HostAgent], asked: list[int], run: RunDir) -> int:
                 agent.send_line(str(int(number)))
             # SIGUSR1 and SIGUSR2 are notices; only the other signals start the time to end.
             if number not in (signal.SIGUSR1, signal.SIGUSR2):
-                deadline = min(deadline, time.monotonic() + GRACE_SECONDS + _MORE_SECONDS)
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS + MORE_SECONDS)
         if time.monotonic() > deadline:
             for agent in living:
                 agent.kill()

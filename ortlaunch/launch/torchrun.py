@@ -14,6 +14,7 @@ number of ranks, because torchrun documents no other case.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -92,15 +93,22 @@ def _on_hosts(plan: Plan, run_dir: RunDir, env: dict[str, str]) -> Request:
             if name != "OMP_NUM_THREADS" or name in dict(plan.env)
         }
     many = len(plan.nodes) > MOST_RENDEZVOUS_HOSTS
+    # A torchrun of an earlier start on a host that comes back must not find this one's file.
+    rendezvous = run_dir.rendezvous / os.urandom(4).hex()
     # torchrun orders the nodes by the name in --local-addr, hence the number with leading zeros.
     agents = [
         {"host": node.host, "argv": _node(plan, run_dir, number) if many
-         else _torchrun(plan, run_dir, f"{number:05d}.{node.host}", run_dir.rendezvous)}
+         else _torchrun(plan, run_dir, f"{number:05d}.{node.host}", rendezvous)}
         for number, node in enumerate(plan.nodes)
     ]  # fmt: skip
-    work = {"agents": agents, "env": dict(sorted(env.items())), "forward": plan.forward}
+    work = {
+        "agents": agents,
+        "env": dict(sorted(env.items())),
+        "forward": plan.forward,
+        "grace_seconds": plan.grace_seconds if plan.traits.saves else GRACE_SECONDS,
+    }
     files = (
-        (str(run_dir.rendezvous), ""),
+        (str(rendezvous), ""),
         (str(run_dir.meeting), ""),
         (str(run_dir.agents), json.dumps(work) + "\n"),
     )

@@ -79,6 +79,7 @@ def write_run(
         run.trial,
         run.launcher_error,
         run.store,
+        *run.rendezvous.glob("*"),
     )
     for old in (*left, *(() if choice is not None else (run.choice,))):
         old.unlink(missing_ok=True)

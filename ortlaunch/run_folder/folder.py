@@ -34,6 +34,10 @@ _STEP = re.compile(r"step_(\d+)")
 # Names of the temporary files of `write_text`.
 _TEMPORARY = re.compile(r"\..+\.\d+-[0-9a-f]{8}")
 
+# Files whose contents are of one start of the ranks, and the folder for those of an earlier one.
+_OF_A_START = ("errors",)
+_LATE = "attempts/late"
+
 
 class _File:
     """A row of the table: a file or folder, its writer, its contents, and their record class."""
@@ -46,6 +50,8 @@ class _File:
 
     # A descriptor: `run.plan` is the path in the folder of that run.
     def __get__(self, run: RunDir, _: type[RunDir]) -> Path:
+        if self.name.startswith(_OF_A_START) and run.is_superseded:
+            return run.path / _LATE / self.name
         return run.path / self.name
 
 
@@ -69,7 +75,7 @@ class RunDir:
     hostfile = _File("hostfile", "command", "hosts and slots, for mpirun")
     # Three ways for ranks to meet: a file on one host, torchrun's agents, or rank 0's address.
     store = _File("store", "command", "a file by which the ranks of one host connect")
-    rendezvous = _File("rendezvous", "command", "a file by which torchrun's agents connect")
+    rendezvous = _File("rendezvous", "command", "the file by which torchrun's agents connect")
     meeting = _File("meeting", "command", "address of rank 0, for ranks of several hosts")
     agents = _File("agents.json", "command", "command that ssh starts on each host, with torchrun")
     launcher_error = _File("launcher_error.json", "torchrun", "error of torchrun itself")
@@ -96,7 +102,10 @@ class RunDir:
         "slow_ranks.jsonl", "supervisors", "slow ranks that delay the others, each once"
     )
     attempts = _File(
-        "attempts", "command", "`1/{logs,errors}` of a failed start, moved here by the next one"
+        "attempts",
+        "command",
+        "`1/{logs,errors}` of a failed start, moved here by the next one; `late/errors` of "
+        "processes that came back after it",
     )
     ready = _File(
         "ready", "rank 0", "marks of prepared starts, if the user's own launcher starts the ranks"
@@ -174,8 +183,29 @@ class RunDir:
     report = _File("report.html", "`ortlaunch report`", "a page of the whole run")
     results = _File("results.jsonl", "rank 0", "measurements of such a variant")
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], start: int = 0) -> None:
+        """Name the files of a run.
+
+        Args:
+            path: the folder.
+            start: the start that a rank belongs to, as `start_number` returns it; 0: any.
+        """
         self.path = Path(path)
+        self._start = start
+
+    @property
+    def start_number(self) -> int:
+        """A number of the current start of the ranks; 0 before the first."""
+        # The command writes the request anew for each start.
+        return self.request.stat().st_mtime_ns if self.request.exists() else 0
+
+    @property
+    def is_superseded(self) -> bool:
+        """Whether the ranks have been started again since the start that this process belongs to.
+
+        A host that was cut off or suspended comes back later; its ranks record their ends aside.
+        """
+        return self._start > 0 and self.start_number != self._start
 
     def __str__(self) -> str:
         return str(self.path)

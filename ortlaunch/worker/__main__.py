@@ -27,6 +27,7 @@ from ortlaunch.worker.supervision.watchdog import Watchdog
 def main() -> int:
     """Detect the rank of this process, and run it under its supervisor; return the exit status."""
     run = RunDir(sys.argv[1])
+    run = RunDir(run.path, run.start_number)
     try:
         rank = Rank.from_environ(os.environ)
         if not run.plan.exists():

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from tests.cluster.home import RECIPE, Home
-from tests.cluster.lab import LOGIN
+from tests.cluster.lab import LOGIN, wait_for
 from tests.e2e.runs import COMMAND, merged
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.timeout(200)]
@@ -97,3 +97,39 @@ def test_a_host_is_lost_and_taken_back(home: Home) -> None:
         range(STEPS * SAMPLES)
     )
     assert home.losses() == pytest.approx(undisturbed, abs=1e-5)
+
+
+# Modules of a run's processes; the lab's own command lines have its folder's name alone.
+_OF_A_RUN = r"ortlaunch\.(launch|worker)|torch\.distributed\.run"
+
+
+@pytest.mark.nightly
+def test_a_host_that_hangs_and_comes_back(home: Home) -> None:
+    """A host that was suspended does not decide on the start that followed, and keeps no process."""
+    (home.folder / "seen_toys.py").write_text(SEEN)
+    (home.folder / "recipe.yaml").write_text(yaml.safe_dump(ELASTIC))
+    words = ["train", "recipe.yaml", "--hostfile", "hosts", "--run-dir", home.run.name]
+    words += ["launch.grace_seconds=2", "launch.max_restarts=3"]
+    command = home.lab.command(LOGIN, ["env", "--chdir", str(home.folder), str(COMMAND), *words])
+    with (home.folder / "said").open("w") as said:
+        train = subprocess.Popen(command, env=home.env, stdout=said, stderr=said)
+    home.reach(8)
+    # sshd still answers, unlike that of a host under memory pressure: so that the host is left out,
+    # its link is down at the look.
+    home.lab.run("host2", "pkill", "-STOP", "-f", _OF_A_RUN)
+    home.lab.link("host2", up=False)
+    try:
+        wait_for(
+            lambda: "left out:   host2" in (home.folder / "said").read_text(), "the restart", 90
+        )
+    finally:
+        home.lab.link("host2", up=True)
+        home.lab.run("host2", "pkill", "-CONT", "-f", _OF_A_RUN)
+    assert train.wait(timeout=90) == 0, (home.folder / "said").read_text()
+    job = json.loads((home.run / "job.json").read_text())
+    assert [one["cause"] for one in job["attempts"]] == ["host-lost"]
+    wait_for(
+        lambda: home.lab.run("host2", "pgrep", "-f", _OF_A_RUN).returncode == 1,
+        "the end of host2's processes",
+        60,
+    )

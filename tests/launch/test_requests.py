@@ -69,7 +69,10 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_torchrun_on_several_hosts() -> None:
     """Each host gets an agent, in the plan's order, and no value of a forwarded variable is sent."""
-    request = backend("torchrun").request(made("torchrun", (host("a", 2), host("me@b", 2))), RUN)
+    request, again = (
+        backend("torchrun").request(made("torchrun", (host("a", 2), host("me@b", 2))), RUN)
+        for _ in range(2)
+    )
     assert request.argv == (
         "/venv/bin/python",
         start.__file__,
@@ -89,7 +92,10 @@ def test_torchrun_on_several_hosts() -> None:
     ]
     assert work["agents"][0]["argv"][-4:] == [*WORKER, "runs/x"]
     assert set(NAMES) - {"NCCL_DEBUG", "NOTE"} <= set(work["forward"])
-    assert (files["runs/x/rendezvous"], files["runs/x/meeting"]) == ("", "")
+    # A host that comes back after an earlier start must not find this one's file.
+    (rendezvous,) = [name for name in files if name.startswith("runs/x/rendezvous/")]
+    assert (files[rendezvous], files["runs/x/meeting"]) == ("", "")
+    assert rendezvous not in dict(again.files)
     assert "s3cret" not in str(request)
 
 
@@ -132,7 +138,7 @@ def test_an_agent_hears_a_signal_that_came_with_its_work() -> None:
     """An agent handles a signal that came together with its first line."""
     # As after Ctrl-C while ssh still connected: both lines are in one read.
     agent = subprocess.Popen([*start.command("ortlaunch.launch.host_agent")], stdin=subprocess.PIPE)
-    work = {"argv": ["sleep", "30"], "cwd": "/", "env": {}}
+    work = {"argv": ["sleep", "30"], "cwd": "/", "env": {}, "grace_seconds": 8.0}
     assert agent.stdin is not None
     agent.stdin.write(f"{json.dumps(work)}\n15\n".encode())
     agent.stdin.flush()
@@ -156,7 +162,7 @@ def test_a_host_that_ssh_loses_is_the_cause(tmp_path: Path) -> None:
         {"host": name, "argv": [sys.executable, "-c", "import time; time.sleep(30)"]}
         for name in ("localhost", "far")
     ]
-    write_json(run.agents, {"agents": agents, "env": {}, "forward": []})
+    write_json(run.agents, {"agents": agents, "env": {}, "forward": [], "grace_seconds": 8.0})
     environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     command = [*start.command("ortlaunch.launch.over_ssh"), str(run.agents)]
     assert subprocess.run(command, env=environ, timeout=20, check=False).returncode == 255

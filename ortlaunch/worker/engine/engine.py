@@ -156,7 +156,7 @@ def build_engine(
     """
     torch.set_num_threads(plan.threads or share_of_cores(group.local.local_world_size))
     if recipe.model.factory and not recipe.model.traits.wrapper:
-        require_arguments(model.model, sample)
+        require_arguments(model.model, sample, recipe.train.loss_weight)
     exact = recipe.engine.matmul_precision == "highest"
     if not exact:
         keep_positions_exact(model)

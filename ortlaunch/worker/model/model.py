@@ -132,8 +132,15 @@ class LossModule(nn.Module):
             chunked.open(self.model)
 
 
-def require_arguments(model: nn.Module, batch: Mapping[str, object]) -> None:
+def require_arguments(
+    model: nn.Module, batch: Mapping[str, object], weight_key: str | None = None
+) -> None:
     """Check that the forward function of a user's model takes the values of a batch.
+
+    Args:
+        model: the user's model.
+        batch: a batch of the training data.
+        weight_key: the key of the loss's weights, which the model need not take.
 
     Raises:
         InputError: it lacks one, or takes one that no batch has.
@@ -142,6 +149,8 @@ def require_arguments(model: nn.Module, batch: Mapping[str, object]) -> None:
     if model._forward_pre_hooks_with_kwargs:
         return
     signature = inspect.signature(model.forward)
+    if weight_key not in signature.parameters:
+        batch = {name: value for name, value in batch.items() if name != weight_key}
     try:
         signature.bind(**batch)
     except TypeError as error:

@@ -47,7 +47,8 @@ class Child:
         self.pid = pid
         # A later change of the parent shows that the launcher has ended.
         self._parent = os.getppid()
-        self._mark = run.stop_mark(rank)
+        self.run = run
+        self.rank = rank
         self.saves = grace_seconds is not None
         self.grace_seconds = grace_seconds or GRACE_SECONDS
         self.surroundings = Surroundings(run, rank)
@@ -137,8 +138,9 @@ class Child:
         self._deadline = time.monotonic() + (self.grace_seconds if self.listens else GRACE_SECONDS)
         # One short write: mpirun may leave no time for more.
         with contextlib.suppress(OSError):
-            self._mark.parent.mkdir(parents=True, exist_ok=True)
-            self._mark.write_text(f"{number} {self.signalled_at}")
+            mark = self.run.stop_mark(self.rank)
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            mark.write_text(f"{number} {self.signalled_at}")
 
     def _must_end(self) -> bool:
         """Return whether waiting is useless: no launcher any more, or a failed or cancelled run."""
@@ -169,7 +171,7 @@ class Child:
     def forget_request(self) -> None:
         """Delete the record of the request, because the rank finished successfully."""
         with contextlib.suppress(OSError):
-            self._mark.unlink(missing_ok=True)
+            self.run.stop_mark(self.rank).unlink(missing_ok=True)
 
     def _has_ended(self, number: int) -> bool:
         """Return whether the rank had ended before the signal `number` came, not by that signal.

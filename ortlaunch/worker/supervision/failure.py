@@ -41,9 +41,16 @@ class Account:
         self.rank = rank
         self.run = run
         self._pulse = pulse
-        self._path = run.error(rank.rank)
-        self._spare = run.spare(rank.rank)
         self._spare_bytes = max(_PAGE, min(_MOST_SPARE_BYTES, _ALL_SPARE_BYTES // rank.world_size))
+
+    # Not constants: after a restart of the ranks they are in the folder of late records.
+    @property
+    def _path(self) -> Path:
+        return self.run.error(self.rank.rank)
+
+    @property
+    def _spare(self) -> Path:
+        return self.run.spare(self.rank.rank)
 
     def open(self) -> None:
         """Reserve disk space now, so that a full disk cannot hide why a rank failed."""

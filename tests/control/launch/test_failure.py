@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from ortlaunch.launch import failure
+from ortlaunch.launch.attempts import set_aside
 from ortlaunch.launch.failure import End, explain_end
 from ortlaunch.run_folder.folder import RunDir, write_json, write_text
 from ortlaunch.worker.supervision.surroundings import Surroundings
@@ -420,3 +421,21 @@ def test_a_failure_of_another_rank_is_seen_without_a_listing(tmp_path: Path) -> 
     write_text(other.accounts, "")
     write_text(other.error(0), "")
     assert [Surroundings(other, rank).has_failed() for rank in (0, 1)] == [False, True]
+
+
+def test_a_rank_that_comes_back_after_a_restart(run: RunDir) -> None:
+    """A rank of an earlier start, on a host that was suspended, does not decide on this start."""
+    late = RunDir(run.path, run.start_number)
+    ended(late, 3, 1.0, traceback="")
+    assert shown(explain_end(run, 1)) == (1, "ortlaunch: rank 3 failed")
+    # The command starts the ranks again: it writes the request anew, and moves the records away.
+    set_aside(run)
+    os.utime(run.request, ns=(1, run.start_number + 1))
+    ended(late, 1, 2.0)
+    late.count_account(1)
+    write_json(late.lost, {"rank": 0, "host": "a", "summary": "no heartbeat"})
+    assert explain_end(run, 0) == End(0, f"done: {run}")
+    assert run.first_counted() == []
+    assert sorted(path.name for path in (run.attempts / "late/errors").iterdir()) == [
+        "accounts", "lost.json", "rank_00001.json",
+    ]  # fmt: skip

@@ -316,8 +316,8 @@ def test_no_address_that_others_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(LaunchError) as caught:
         interface.own_address(["b", "box", "c"], {})
     assert str(caught.value) == (
-        "box has no address that other hosts can reach (b, box, c); give its name a routable "
-        "address in DNS or /etc/hosts, or name the interface: launch.interface=eth0"
+        "box has no IPv4 address that other hosts can reach (b, box, c); give its name a routable "
+        "one in DNS or /etc/hosts, or name the interface: launch.interface=eth0"
     )
 
 
