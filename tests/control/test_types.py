@@ -1,8 +1,9 @@
-"""The number of uses of `Any` in the package, where the type checker checks nothing."""
+"""Rules on the package's source: how often it uses `Any`, and what it never unpickles."""
 
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -42,3 +43,13 @@ def test_any_is_rare(inside: bool, limit: int) -> None:
 def test_imports_are_not_counted() -> None:
     """An import of Any is not counted as a use."""
     assert names("from typing import Any\nx: Any = 1\ny: dict[str, Any] = {}\n") == 2
+
+
+def test_no_rank_unpickles_what_another_sends() -> None:
+    """The package uses none of torch's collectives of objects: they run the sender's code."""
+    found = [
+        path
+        for path in ROOT.rglob("*.py")
+        if re.search(r"(gather|cast|scatter|send|recv)_object|pickle\.loads?\(", path.read_text())
+    ]
+    assert found == []

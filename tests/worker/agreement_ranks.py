@@ -1,4 +1,7 @@
-"""Two ranks with requests at different steps; each writes every decision, and a profile of one."""
+"""Two ranks with requests at different steps; each writes every decision, and a profile of one.
+
+Each also writes texts and arrays that it has gathered from both.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -43,6 +47,12 @@ def main(rank: int, folder: Path) -> None:
         json.dumps([event.name for event in profiler.events()])
     )
     (folder / f"decided_{rank}.json").write_text(json.dumps(decided))
+    # A file's name need not be text: Python's \udc80 is the byte 0x80.
+    texts = [group.gather(text) for text in (f"{rank} é \udc80" * (1 + 3 * rank), "")]
+    mine = np.arange(4 * rank, dtype=np.int16).reshape(rank, 4)
+    arrays = group.collect({"a/b": mine, "empty": np.zeros((0, 3)), "c": np.array([rank == 1])})
+    found = [{name: (str(a.dtype), a.tolist()) for name, a in each.items()} for each in arrays]
+    (folder / f"gathered_{rank}.json").write_text(json.dumps([texts, found]))
     leave()
 
 

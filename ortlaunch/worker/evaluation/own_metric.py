@@ -6,7 +6,6 @@ the number of ranks.
 
 from __future__ import annotations
 
-import itertools
 import json
 import traceback
 from collections.abc import Mapping
@@ -65,15 +64,11 @@ class OwnMetric:
         """
         if self.name is None:
             return {}
-        pieces = group.collect(self.pieces)
+        collected = group.collect(_by_name(self.pieces))
         told: Json = {}
         if group.rank == 0:
             try:
-                told = {
-                    "found": self._values(
-                        sorted(itertools.chain(*pieces), key=lambda piece: piece.first), taken
-                    )
-                }
+                told = {"found": self._values(_in_order(collected), taken)}
             except HookError as error:
                 told = {"error": str(error)}
         # Rank 0's error must reach all ranks: else they would wait for it in the next collective.
@@ -126,6 +121,27 @@ def _arrays(values: Mapping[str, Any], samples: int) -> Arrays:
         name: (row.float() if row.is_floating_point() else row).numpy()
         for name, row in rows.items()
     }
+
+
+def _by_name(pieces: list[Piece]) -> Arrays:
+    """Return all arrays of the pieces under one name each: FIRST/SIDE/NAME."""
+    return {
+        f"{piece.first}/{side}/{name}": array
+        for piece in pieces
+        for side in ("outputs", "batch")
+        for name, array in getattr(piece, side).items()
+    }
+
+
+def _in_order(collected: list[Arrays]) -> list[Piece]:
+    """Return the pieces of all ranks in the order of their samples, from `_by_name`."""
+    pieces: dict[int, Piece] = {}
+    for of_rank in collected:
+        for key, array in of_rank.items():
+            first, side, name = key.split("/", 2)
+            piece = pieces.setdefault(int(first), Piece(int(first), {}, {}))
+            getattr(piece, side)[name] = array
+    return sorted(pieces.values(), key=lambda piece: piece.first)
 
 
 def _joined(parts: list[Arrays]) -> Json:

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import re
 import socket
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from ortlaunch import machine
 from ortlaunch.errors import DeviceError, LaunchError, WorldError
@@ -24,6 +27,7 @@ from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.units import counted
 from ortlaunch.worker.process_group.flight_recorder import record_collectives
 from ortlaunch.worker.process_group.join import JOIN_TIMEOUT, MET, join, on_one_host, uses_mpi
+from ortlaunch.worker.process_group.peers import only_own_users
 from ortlaunch.worker.supervision.gpus import keep_compiled_kernels, show_planned_gpus, why_no_gpu
 
 # Groups live as long as the process. A gloo group that is freed joins its threads while it holds
@@ -81,17 +85,33 @@ class DistributedContext:
         """Return every rank's text, in rank order."""
         if self.size == 1:
             return [value]
-        texts: list[str] = [""] * self.size
-        dist.all_gather_object(texts, value, group=self._channel)
-        return texts
+        return [data.decode("utf-8", "surrogatepass") for data in self._gather_bytes(value)]
 
-    def collect(self, value: Any) -> list[Any]:
-        """Return every rank's value in rank order on rank 0; return [] on the others."""
+    def collect(self, arrays: Mapping[str, NDArray[Any]]) -> list[dict[str, NDArray[Any]]]:
+        """Return every rank's arrays by name, in rank order, on rank 0; return [] on the others."""
         if self.size == 1:
-            return [value]
-        found: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        dist.gather_object(value, found, group=self._channel)
-        return found or []
+            return [dict(arrays)]
+        forms = {name: (array.dtype.str, array.shape) for name, array in arrays.items()}
+        data = b"".join(array.tobytes() for array in arrays.values())
+        texts = self.gather(json.dumps(forms))
+        return [
+            _arrays_in(json.loads(text), bytearray(part))
+            for text, part in zip(texts, self._gather_bytes(data, to_all=False))
+        ]
+
+    def _gather_bytes(self, data: str | bytes, to_all: bool = True) -> list[bytes]:
+        """Return every rank's bytes in rank order, on all ranks or on rank 0 alone."""
+        # torch's collectives of objects unpickle what comes, which runs the sender's code.
+        data = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
+        sizes = [int(size) for (size,) in self.gather_numbers([len(data)])]
+        padded = bytearray(data.ljust(max(1, *sizes), b"\0"))
+        mine = torch.frombuffer(padded, dtype=torch.uint8).to(self.device)
+        found = [torch.empty_like(mine) for _ in sizes if to_all or self.rank == 0]
+        if to_all:
+            dist.all_gather(found, mine, group=self._channel)
+        else:
+            dist.gather(mine, found or None, group=self._channel)
+        return [each.cpu().numpy().tobytes()[:size] for each, size in zip(found, sizes)]
 
     def print_all(self, lines: list[str]) -> None:
         """Print the lines of all ranks on rank 0, each line once (collective)."""
@@ -99,6 +119,16 @@ class DistributedContext:
         if self.rank == 0:
             for line in dict.fromkeys(line for text in texts for line in text.splitlines()):
                 print(line, flush=True)
+
+
+def _arrays_in(forms: Mapping[str, tuple[str, Sequence[int]]], data: bytearray) -> Any:
+    """Return the arrays of these types and shapes that lie one after the other in the data."""
+    found: dict[str, NDArray[Any]] = {}
+    begin = 0
+    for name, (kind, shape) in forms.items():
+        found[name] = np.ndarray(shape, kind, data, begin)
+        begin += found[name].nbytes
+    return found
 
 
 def side_group() -> dist.ProcessGroup:
@@ -125,16 +155,19 @@ def group(plan: Plan, rank: Rank, run: RunDir) -> Iterator[DistributedContext]:
     """
     agree(plan, rank)
     machine.raise_open_file_limit()
-    _connect_on_demand(rank.world_size, os.environ)
+    # Ranks of one host connect at once: who has connected is checked when a group is made.
+    if not on_one_host(rank):
+        _connect_on_demand(rank.world_size, os.environ)
     _lower_debug_level(plan, rank)
     device = _device(plan, rank)
     found = detect(os.environ)
     launcher = found[1] if found else ""
     if device.type == "cuda":
         record_collectives(os.environ, run)
-    join(plan, rank, run, _backend(plan.node_of(rank.rank).devices, rank, device))
-    _export(rank, device)
-    yield DistributedContext(rank, device)
+    with only_own_users():
+        join(plan, rank, run, _backend(plan.node_of(rank.rank).devices, rank, device))
+        _export(rank, device)
+        yield DistributedContext(rank, device)
     # Skipped after an error, when other ranks may wait in a collective.
     _KEPT.append(dist.group.WORLD)
     dist.destroy_process_group()

@@ -1,8 +1,8 @@
 """The rendezvous of ranks through the store of torch.distributed.
 
 On one host the store is a file, else it listens on one address of rank 0. Everyone who can reach
-the store can control the connections of the ranks, and ranks unpickle each other's messages.
-Therefore it listens only on the address that the other hosts use.
+the store can control the connections of the ranks. Therefore it listens only on the address that
+the other hosts use. peers.py checks who has connected on this host.
 """
 
 from __future__ import annotations

@@ -55,6 +55,20 @@ def test_ranks_decide_the_same_at_the_same_edge(tmp_path: Path) -> None:
     assert dict(enumerate(decided[0])) == {
         step: expected.get(step, "NOTHING") for step in range(300)
     }
+    # Texts reach all ranks, arrays rank 0 alone.
+    gathered = [json.loads((tmp_path / f"gathered_{rank}.json").read_text()) for rank in range(2)]
+    assert [texts for texts, _ in gathered] == 2 * [[["0 é \udc80", "1 é \udc80" * 4], ["", ""]]]
+    assert [arrays for _, arrays in gathered] == [
+        [
+            {
+                "a/b": ["int16", [[0, 1, 2, 3]] * rank],
+                "empty": ["float64", []],
+                "c": ["bool", [rank == 1]],
+            }
+            for rank in range(2)
+        ],
+        [],
+    ]
     # A collective that a profile records must end before the profile does, and this one may not.
     for rank in range(2):
         profiled = json.loads((tmp_path / f"profiled_{rank}.json").read_text())
