@@ -79,6 +79,15 @@ def descendants_of(parent: int) -> list[int]:
     return found[1:]
 
 
+def stopped_family(parent: int) -> dict[int, str]:
+    """Return the names of a process and its descendants that are stopped, by their ids.
+
+    SIGSTOP and Ctrl-Z stop a process until SIGCONT.
+    """
+    found = (read_stat(pid) for pid in (parent, *descendants_of(parent)))
+    return {stat.pid: stat.name for stat in found if stat and stat.state == "T"}
+
+
 def family(pid: int) -> Iterator[int]:
     """Yield a process and its descendants.
 

@@ -18,11 +18,27 @@ from ortlaunch.launch.stop import Stop
 from ortlaunch.launch_plan import Node, Plan
 from ortlaunch.launchers import LAUNCHERS
 from ortlaunch.rank import EXIT_SAVED
-from ortlaunch.run_folder.folder import RunDir, write_text
+from ortlaunch.run_folder.folder import COUNTED_BYTES, RunDir, write_text
 
-# Seconds for a launcher to end by itself: after a lost host, and after a stall.
+# Seconds for a launcher to end by itself: after a lost host, a stall, and the end of all ranks.
 _LOST_SECONDS = 2.0
 _STALL_SECONDS = 15.0
+_OUTLIVED_SECONDS = 10.0
+
+
+class GivenUp(NamedTuple):
+    """A file of the ranks after which a launcher has some seconds to end by itself."""
+
+    file: str
+    seconds: float
+    ended_bytes: int = 0
+    """Size of the file once all ranks have ended: the launcher's end is then not the run's. 0: the
+    file marks a fault."""
+
+    def exists(self) -> bool:
+        """Return whether the ranks have written the file."""
+        path = Path(self.file)
+        return path.exists() and path.stat().st_size >= self.ended_bytes
 
 
 class Request(NamedTuple):
@@ -40,9 +56,8 @@ class Request(NamedTuple):
     stop: Stop | None = None
     # A folder that only this user can access: new for each start, removed after it.
     private: str | None = None
-    # Pairs (file, seconds). Once the file exists, the command has this many seconds before it is
-    # ended.
-    given_up: tuple[tuple[str, float], ...] = ()
+    # Once one of the files exists, the command has some seconds before it is ended.
+    given_up: tuple[GivenUp, ...] = ()
 
     def __str__(self) -> str:
         """The shell commands that a person would type."""
@@ -68,16 +83,18 @@ def stop_of(plan: Plan, run_dir: RunDir) -> Stop | None:
     )
 
 
-def given_up_of(plan: Plan, run_dir: RunDir) -> tuple[tuple[str, float], ...]:
-    """Return pairs for `Request.given_up`: the file of a lost host or a stall, and its seconds.
+def given_up_of(plan: Plan, run_dir: RunDir) -> tuple[GivenUp, ...]:
+    """Return the limits for `Request.given_up`.
 
-    One host: none. Without this limit, a launcher may wait forever for a lost host.
+    Without them a launcher may wait forever for a lost host, or for a stranger that has connected
+    to one of its own ports.
     """
-    return (
-        ((str(run_dir.lost), _LOST_SECONDS), (str(run_dir.stall), _STALL_SECONDS))
-        if len(plan.nodes) > 1
-        else ()
+    faults = (
+        GivenUp(str(run_dir.lost), _LOST_SECONDS),
+        GivenUp(str(run_dir.stall), _STALL_SECONDS),
     )
+    ended = GivenUp(str(run_dir.ended_ranks), _OUTLIVED_SECONDS, plan.world_size * COUNTED_BYTES)
+    return (*(faults if len(plan.nodes) > 1 else ()), ended)
 
 
 class JobState(Enum):

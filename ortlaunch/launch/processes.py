@@ -20,12 +20,18 @@ from types import FrameType
 
 from ortlaunch import die_with_parent, machine
 from ortlaunch.errors import LaunchError
-from ortlaunch.launch import JobState, Request
+from ortlaunch.launch import GivenUp, JobState, Request
 from ortlaunch.launch.orphans import Orphans, send
 from ortlaunch.launch.private import make_private
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.launch.stop import Stop
-from ortlaunch.process import Process, descendants_of, heeded, process_space
+from ortlaunch.process import (
+    Process,
+    descendants_of,
+    heeded,
+    process_space,
+    stopped_family,
+)
 from ortlaunch.rank import GRACE_SECONDS, LAUNCHER_VARIABLE
 
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -36,6 +42,8 @@ _MORE_SECONDS = 2.0
 # A killed process ends once the kernel has freed its memory: seconds for a large or a paged one.
 KILLED_SECONDS = 30.0
 _POLL_SECONDS = 0.5
+# A stopped process is reported at the second look.
+_LOOK_SECONDS = 4.0
 _LOST_SECONDS = 2.0
 
 
@@ -46,6 +54,7 @@ class Job:
         is_quiet: another process prints the effect of a notice.
         early: signals that came while it was started; they count once `wait` is called.
         signal: the signal by which the user stopped it, sent to this process, if any.
+        is_late: whether it was ended because it had not ended in time.
         is_ended, is_killed: whether this process sent SIGTERM, or SIGKILL.
         ended_by: the signal that ended the command itself, if any.
         oom_kills: processes of this control group that the kernel's out-of-memory killer ended
@@ -66,10 +75,10 @@ class Job:
         self.notice_ends = False
         self.is_quiet = False
         self.private: str | None = None
-        self.given_up: tuple[tuple[str, float], ...] = ()
+        self.given_up: tuple[GivenUp, ...] = ()
         self.early: list[int] = []
         self.signal: int | None = None
-        self.is_ended = self.is_killed = False
+        self.is_ended = self.is_killed = self.is_late = False
         self.ended_by: int | None = None
         self.oom_kills: int | None = None
         self._oom_kills_before = machine.oom_kills()
@@ -153,19 +162,54 @@ def wait(job: Job) -> int:
 
 
 def _wait_for_command(job: Job) -> int:
-    """Wait for the command, but only a few seconds once the ranks gave up."""
-    # mpirun would wait for ever for its daemon on a lost host.
-    while job.given_up and job.process.poll() is None:
+    """Wait for the command, but only some seconds once the ranks gave up or have ended.
+
+    Returns:
+        Its status; 0 if it had to be ended after all ranks, whose own records then count.
+    """
+    # mpirun would wait for ever for its daemon on a lost host, and for whoever holds its port.
+    looked = time.monotonic()
+    stopped: dict[int, str] = {}
+    while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return job.process.wait(_POLL_SECONDS)
-        grace = next((seconds for path, seconds in job.given_up if os.path.exists(path)), None)
-        if grace is not None:
-            for number, seconds in ((signal.SIGTERM, grace), (signal.SIGKILL, _LOST_SECONDS)):
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    return job.process.wait(seconds)
-                _signal_group(job, number)
-            break
+        limit = next((one for one in job.given_up if one.exists()), None)
+        if limit is not None:
+            status = _end_late_command(job, limit)
+            return 0 if limit.ended_bytes and job.is_late else status
+        if time.monotonic() - looked > _LOOK_SECONDS:
+            looked = time.monotonic()
+            stopped = _report_stopped(job, stopped)
+
+
+def _end_late_command(job: Job, limit: GivenUp) -> int:
+    """Give the command the limit's seconds, then end it; return its status."""
+    for number, seconds in ((signal.SIGTERM, limit.seconds), (signal.SIGKILL, _LOST_SECONDS)):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return job.process.wait(seconds)
+        if limit.ended_bytes and not job.is_late:
+            _print_line(
+                f"the launcher (process {job.process.pid}) has not ended {seconds:g} s after its "
+                "last rank, and is ended"
+            )
+        job.is_late = True
+        _signal_group(job, number)
     return job.process.wait()
+
+
+def _report_stopped(job: Job, before: dict[int, str]) -> dict[int, str]:
+    """Print the processes of the job that were stopped at the last look, too; return all stopped.
+
+    A process that has been reported has no name in the result.
+    """
+    now = stopped_family(job.process.pid)
+    for pid in now:
+        if name := before.get(pid):
+            _print_line(
+                f"process {pid} ({name}) is stopped, and the run waits for it: kill -CONT {pid}"
+            )
+        now[pid] = "" if pid in before else now[pid]
+    return now
 
 
 def cancel(job: Job | JobRecord) -> None:

@@ -80,6 +80,7 @@ def request(plan: Plan, run_dir: RunDir) -> Request:
         notifies_ranks=False,
         stop=stop,
         private=str(private),
+        given_up=given_up_of(plan, run_dir),
     )
 
 

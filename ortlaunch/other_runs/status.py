@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from typing import TypeVar
@@ -17,6 +17,7 @@ from ortlaunch.launch.record import JobRecord, now
 from ortlaunch.launch_plan import Plan
 from ortlaunch.launchers import LAUNCHERS
 from ortlaunch.other_runs import queued, registry
+from ortlaunch.process import stopped_family
 from ortlaunch.recipe import read_resolved
 from ortlaunch.run_folder import lock
 from ortlaunch.run_folder.cause_text import CONTINUE, OURS, TRY, VERDICT
@@ -62,6 +63,8 @@ class Status:
     metrics: Json
     # Processes on this host that have not ended, although the run has.
     alive: tuple[int, ...]
+    # Names of processes of a running run on this host that SIGSTOP or Ctrl-Z has stopped, by id.
+    stopped: Mapping[int, str]
     # Errors of damaged files, which were left out.
     unreadable: tuple[str, ...] = ()
 
@@ -101,6 +104,8 @@ class Status:
             yield "its ranks have not started: the command still measures or prepares"
         elif not pending or self.step is not None:
             yield self._progress()
+        for pid, name in self.stopped.items():
+            yield f"process {pid} ({name}) is stopped, and the run waits for it: kill -CONT {pid}"
         if self.alive:
             yield f"still ending: {', '.join(f'process {pid}' for pid in self.alive)}"
         yield from self._attempts()
@@ -204,6 +209,7 @@ def _read_status(run: RunDir, queue: queued.Queue) -> Status:
         logged_seconds_ago=time.time() - logged if logged >= started else None,
         metrics=metrics,
         alive=tuple(lock.alive_at(run)) if job.state.is_end else (),
+        stopped=_stopped(job) if certain else {},
         unreadable=tuple(wrong),
     )
 
@@ -302,6 +308,11 @@ def _compared_to_the_end(run: RunDir) -> bool:
     ):
         return False
     return not run.spare(0).exists() and not any(run.errors.glob("rank_*.json"))
+
+
+def _stopped(job: JobRecord) -> Mapping[int, str]:
+    runs = not job.state.is_end and not queued.is_queued(job) and job.process.lives()
+    return stopped_family(job.process.pid) if runs else {}
 
 
 def _seconds(job: JobRecord, started: float) -> float | None:

@@ -76,6 +76,7 @@ def write_run(
         *(() if again else run.requests.glob("*")),
         *killed,
         run.stopped,
+        run.ended_ranks,
         run.trial,
         run.launcher_error,
         run.store,

@@ -27,9 +27,9 @@ PROGRESS_VARIABLE = "ORTLAUNCH_PROGRESS"
 
 
 _FULL_BYTES = 1 << 20  # a disk with less free space counts as full
-# Bytes of a line of `accounts`: 7 digits and a newline. All lines have this length, so that the
+# Bytes of a line of `accounts` and `ended_ranks`: 7 digits and a newline. All lines have this length, so that the
 # number of lines follows from the size of the file.
-_COUNTED = 8
+COUNTED_BYTES = 8
 _STEP = re.compile(r"step_(\d+)")
 # Names of the temporary files of `write_text`.
 _TEMPORARY = re.compile(r"\..+\.\d+-[0-9a-f]{8}")
@@ -98,6 +98,7 @@ class RunDir:
     accounts = _File(
         "errors/accounts", "supervisors", "the rank of each error record, in the order of time"
     )
+    ended_ranks = _File("ended_ranks", "supervisors", "the ranks of this start that have ended")
     slow_ranks = _File(
         "slow_ranks.jsonl", "supervisors", "slow ranks that delay the others, each once"
     )
@@ -235,19 +236,20 @@ class RunDir:
         """
         with contextlib.suppress(OSError):
             self.errors.mkdir(parents=True, exist_ok=True)
-            # Appended without a lock: a local disk appends one short line atomically.
-            with open(self.accounts, "ab") as file:
-                file.write(b"%07d\n" % rank)
-                # Only after a flush does `tell` include the lines of other processes.
-                file.flush()
-                return file.tell() // _COUNTED - 1
+            return _append_counted(self.accounts, rank) - 1
         return 0
+
+    def count_end(self, rank: int) -> None:
+        """Count a rank that has ended."""
+        # On a full disk nothing limits the launcher.
+        with contextlib.suppress(OSError):
+            _append_counted(self.ended_ranks, rank)
 
     def first_counted(self) -> list[int]:
         """Return the ranks of the first 8 error records; empty if a full disk prevented counting."""
         with contextlib.suppress(OSError, ValueError), open(self.accounts, "rb") as file:
             # The first few decide; a job of thousands of ranks may have counted all of them.
-            return list(map(int, file.read(8 * _COUNTED).split()))
+            return list(map(int, file.read(8 * COUNTED_BYTES).split()))
         return []
 
     def stacks(self, rank: int) -> Path:
@@ -320,6 +322,16 @@ class RunDir:
 
 FILES = tuple(row for row in vars(RunDir).values() if isinstance(row, _File))
 """Every row of the table of files."""
+
+
+def _append_counted(path: Path, rank: int) -> int:
+    """Append a line with a rank to a file, and return the number of its lines."""
+    # Appended without a lock: a local disk appends one short line atomically.
+    with open(path, "ab") as file:
+        file.write(b"%07d\n" % rank)
+        # Only after a flush does `tell` include the lines of other processes.
+        file.flush()
+        return file.tell() // COUNTED_BYTES
 
 
 def _exists(path: Path) -> bool:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from ortlaunch.errors import LaunchError
-from ortlaunch.launch import JobState, Request, processes
+from ortlaunch.launch import GivenUp, JobState, Request, processes
+from ortlaunch.process import read_stat
+from ortlaunch.run_folder.folder import COUNTED_BYTES, RunDir
 
 
 def test_a_program_that_is_not_there() -> None:
@@ -94,9 +99,54 @@ def test_a_launcher_that_waits_for_a_lost_host(
     deaf = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(60)"
     (tmp_path / "stall.json").touch()
     # Only stall.json exists, so its seconds count.
-    given_up = ((str(tmp_path / "lost.json"), 60.0), (str(tmp_path / "stall.json"), 0.3))
+    given_up = (
+        GivenUp(str(tmp_path / "lost.json"), 60.0),
+        GivenUp(str(tmp_path / "stall.json"), 0.3),
+    )
     began = time.monotonic()
     status = processes.wait(
         processes.submit(Request((sys.executable, "-c", deaf), given_up=given_up))
     )
     assert (status in (137, 143), time.monotonic() - began < 20) == (True, True)
+
+
+def test_a_launcher_that_outlives_its_last_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A launcher that does not end after its last rank is ended; the ranks' own records count."""
+    # mpirun waits for as long as anybody holds a connection to its own port.
+    monkeypatch.setattr(processes, "_LOST_SECONDS", 0.3)
+    deaf = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(60)"
+    run = RunDir(tmp_path)
+    limit = GivenUp(str(run.ended_ranks), 0.3, 2 * COUNTED_BYTES)
+    job = processes.submit(Request((sys.executable, "-c", deaf), given_up=(limit,)))
+    run.count_end(1)
+    assert not limit.exists()
+    run.count_end(0)
+    assert (processes.wait(job), limit.exists()) == (0, True)
+    assert capfd.readouterr().err == (
+        f"ortlaunch: the launcher (process {job.process.pid}) has not ended 0.3 s after its last "
+        "rank, and is ended\n"
+    )
+
+
+def test_a_stopped_process_is_reported(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A launcher or supervisor that SIGSTOP has stopped is reported once, with the remedy."""
+    monkeypatch.setattr(processes, "_LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(processes, "_POLL_SECONDS", 0.1)
+    job = processes.submit(Request(("sleep", "60")))
+    pid = job.process.pid
+    while (stat := read_stat(pid)) is None or stat.name != "sleep":
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGSTOP)
+    # The default action of SIGTERM ends the process after SIGCONT.
+    timer = threading.Timer(
+        1.0, lambda: (os.kill(pid, signal.SIGCONT), os.kill(pid, signal.SIGTERM))
+    )
+    timer.start()
+    assert processes.wait(job) == 143
+    assert capfd.readouterr().err == (
+        f"ortlaunch: process {pid} (sleep) is stopped, and the run waits for it: kill -CONT {pid}\n"
+    )

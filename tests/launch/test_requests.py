@@ -19,7 +19,7 @@ import pytest
 
 from ortlaunch import launchers, start
 from ortlaunch.errors import LaunchError, MissingDependency, PlanError
-from ortlaunch.launch import Backend, JobState, Request, backend, mpi, torchrun
+from ortlaunch.launch import Backend, GivenUp, JobState, Request, backend, mpi, torchrun
 from ortlaunch.launch.failure import explain_end
 from ortlaunch.launch.private import make_private, private_folder
 from ortlaunch.launch.stop import Stop
@@ -45,7 +45,11 @@ ENV = (("NCCL_DEBUG", "WARN"), ("NOTE", "two words"))
 ABI = "MPI4PY_MPIABI"
 STOP = Stop("runs/x/requests/stop.json", "runs/x/requests/cancel", 60)
 # Set to a private folder, else Open MPI may not start beside files of a killed mpirun.
-GIVEN_UP = (("runs/x/errors/lost.json", 2.0), ("runs/x/errors/stall.json", 15.0))
+GIVEN_UP = (
+    GivenUp("runs/x/errors/lost.json", 2.0),
+    GivenUp("runs/x/errors/stall.json", 15.0),
+    GivenUp("runs/x/ended_ranks", 10.0, 3 * 8),
+)
 SESSION_FOLDERS = ("PRTE_MCA_prte_local_tmpdir_base", "PRTE_MCA_prte_remote_tmpdir_base")
 ROOT = (("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1"))
 
@@ -225,7 +229,13 @@ def test_torchrun() -> None:
     env = tuple(sorted((*ENV, ("OMP_NUM_THREADS", "2"), *torch, GRACE)))
     files = ((f"{private}/rendezvous", ""),)
     assert request == Request(
-        argv, env, files, notifies_ranks=False, stop=STOP, private=str(private)
+        argv,
+        env,
+        files,
+        notifies_ranks=False,
+        stop=STOP,
+        private=str(private),
+        given_up=(GivenUp("runs/x/ended_ranks", 10.0, 2 * 8),),
     )
 
 
