@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import traceback
+from collections import ChainMap
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,33 +25,21 @@ from ortlaunch.worker.process_group.distributed import DistributedContext
 Arrays = dict[str, NDArray[np.int64]]
 
 
-class Piece(NamedTuple):
-    """The outputs and inputs of one micro batch."""
-
-    first: int
-    """Index of its first sample."""
-    outputs: Arrays
-    batch: Arrays
-
-
 class OwnMetric:
     """The user's metric of one evaluation; without `train.metric` it does nothing."""
 
     def __init__(self, name: str | None) -> None:
         self.name = name
-        self.pieces = list[Piece]()
+        # The arrays of each micro batch: FIRST SAMPLE/SIDE/NAME.
+        self.arrays: Arrays = {}
 
     def add(self, counted: range, output: Any, batch: Mapping[str, torch.Tensor]) -> None:
         """Add the model's output for these samples."""
         # An empty range only fills a rank's turn.
         if self.name is not None and counted:
-            self.pieces.append(
-                Piece(
-                    counted[0],
-                    _arrays(outputs_by_name(output), len(counted)),
-                    _arrays(batch, len(counted)),
-                )
-            )
+            for side, values in (("outputs", outputs_by_name(output)), ("batch", batch)):
+                for name, array in _arrays(values, len(counted)).items():
+                    self.arrays[f"{counted[0]}/{side}/{name}"] = array
 
     def read(self, group: DistributedContext, taken: Mapping[str, float]) -> dict[str, float]:
         """Return the values of the user's function for all samples, on all ranks (collective).
@@ -64,11 +53,11 @@ class OwnMetric:
         """
         if self.name is None:
             return {}
-        collected = group.collect(_by_name(self.pieces))
+        collected = group.collect(self.arrays)
         told: Json = {}
         if group.rank == 0:
             try:
-                told = {"found": self._values(_in_order(collected), taken)}
+                told = {"found": self._values(dict(ChainMap(*collected)), taken)}
             except HookError as error:
                 told = {"error": str(error)}
         # Rank 0's error must reach all ranks: else they would wait for it in the next collective.
@@ -78,11 +67,9 @@ class OwnMetric:
         found: dict[str, float] = told["found"]
         return found
 
-    def _values(self, pieces: list[Piece], taken: Mapping[str, float]) -> dict[str, float]:
+    def _values(self, arrays: Arrays, taken: Mapping[str, float]) -> dict[str, float]:
         own = find("train.metric", str(self.name))
-        outputs, batch = (
-            _joined([getattr(piece, side) for piece in pieces]) for side in ("outputs", "batch")
-        )
+        outputs, batch = (_joined(arrays, side) for side in ("outputs", "batch"))
         try:
             answer = own(outputs, batch)
         except Exception as error:
@@ -123,37 +110,17 @@ def _arrays(values: Mapping[str, Any], samples: int) -> Arrays:
     }
 
 
-def _by_name(pieces: list[Piece]) -> Arrays:
-    """Return all arrays of the pieces under one name each: FIRST/SIDE/NAME."""
-    return {
-        f"{piece.first}/{side}/{name}": array
-        for piece in pieces
-        for side in ("outputs", "batch")
-        for name, array in getattr(piece, side).items()
-    }
-
-
-def _in_order(collected: list[Arrays]) -> list[Piece]:
-    """Return the pieces of all ranks in the order of their samples, from `_by_name`."""
-    pieces: dict[int, Piece] = {}
-    for of_rank in collected:
-        for key, array in of_rank.items():
-            first, side, name = key.split("/", 2)
-            piece = pieces.setdefault(int(first), Piece(int(first), {}, {}))
-            getattr(piece, side)[name] = array
-    return sorted(pieces.values(), key=lambda piece: piece.first)
-
-
-def _joined(parts: list[Arrays]) -> Json:
-    """Return the rows of all samples, in order, by name.
+def _joined(arrays: Arrays, side: str) -> Json:
+    """Return the rows of all samples on one side, in order, by name.
 
     They are an array, or a list of rows if batches differ in shape.
     """
-    return (
-        {name: _rows([part[name] for part in parts if name in part]) for name in parts[0]}
-        if parts
-        else {}
-    )
+    parts: dict[str, list[NDArray[np.int64]]] = {}
+    for key in sorted(arrays, key=lambda key: int(key.partition("/")[0])):
+        _, of_side, name = key.split("/", 2)
+        if of_side == side:
+            parts.setdefault(name, []).append(arrays[key])
+    return {name: _rows(rows) for name, rows in parts.items()}
 
 
 def _rows(parts: list[NDArray[np.int64]]) -> Any:

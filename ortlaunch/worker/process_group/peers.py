@@ -11,7 +11,6 @@ import contextlib
 import functools
 import ipaddress
 import os
-import pwd
 import re
 import socket
 import struct
@@ -101,7 +100,7 @@ def require_own_users(inodes: set[int]) -> None:
         time.sleep(_PAUSE_SECONDS)
         foreign = _foreign_end(inodes, sockets())
     if foreign is not None:
-        who = f"a process of another user ({_user_name(foreign.user)})"
+        who = f"a process of another user (uid {foreign.user})"
         if not foreign.inode:
             who = "a process that has closed the connection since"
         address, port = foreign.local
@@ -169,9 +168,3 @@ def _is_here(address: str) -> bool:
         probe.bind((address, 0))
         return True
     return False
-
-
-def _user_name(user: int) -> str:
-    with contextlib.suppress(KeyError):
-        return f"{pwd.getpwuid(user).pw_name}, uid {user}"
-    return f"uid {user}"

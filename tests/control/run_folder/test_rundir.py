@@ -38,6 +38,7 @@ PATHS = {
     "failure_printed": "errors/printed",
     "stall": "errors/stall.json",
     "attempts": "attempts",
+    "ended_ranks": "ended_ranks",
     "slow_ranks": "slow_ranks.jsonl",
     "ready": "ready",
     "commands": "commands.jsonl",
