@@ -76,14 +76,17 @@ def prepared(resolved: ResolvedRun, engines: Sequence[str], vary: Sequence[str])
 
 
 def new_folder(out: Path | None, name: str) -> Path:
-    """Create `out`, which must be new or empty, or else bench/<name>-<time>."""
+    """Create `out`, which must be new or of an unfinished bench, or else bench/<name>-<time>."""
     folder = out or Path("bench") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     # Two benches may begin in the same second.
     for path in (folder, *(Path(f"{folder}-{number}") for number in range(2, 1000) if out is None)):
         with contextlib.suppress(FileExistsError):
             path.mkdir(parents=True)
             return path
-    if folder.is_dir() and not any(folder.iterdir()):
+    # Empty, or of a bench that was cut short: bench.json is its last file.
+    if folder.is_dir() and all(
+        path.is_dir() and RunDir(path).has_only_own_files() for path in folder.iterdir()
+    ):
         return folder
     raise PlanError(f"{folder}: exists already; give --out a new folder")
 

@@ -68,7 +68,7 @@ class VariantJob:
         self._number = self._read = 0
         launched = {"launched": time.time(), "warm_up_steps": WARM_UP_STEPS}
         write_json(self.run.bench, launched)
-        self._job = backend(plan.launcher).submit(request, self.run.path / "output.log")
+        self._job = backend(plan.launcher).submit(request, self.run.output)
         answer = self._answer()
         # A job that starts again for each turn would report times with warm caches.
         if not self.ready:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 from ortlaunch import recipe
 from ortlaunch.cache import foreign
-from ortlaunch.errors import PlanError, RecipeError
+from ortlaunch.errors import InputError, PlanError, RecipeError
 from ortlaunch.launch import Request, backend
 from ortlaunch.launch.attempts import set_aside
+from ortlaunch.launch.record import JobRecord
 from ortlaunch.launch_plan import Plan
 from ortlaunch.launchers import launcher_of
 from ortlaunch.output import print_lines
@@ -21,7 +22,7 @@ from ortlaunch.recipe.fields.ort_variables import variables_in
 from ortlaunch.recipe.rules.resume_rules import leaves
 from ortlaunch.resolve import provenance, resume
 from ortlaunch.resolve.resolve import ResolvedRun
-from ortlaunch.run_folder import lock, origin
+from ortlaunch.run_folder import origin
 from ortlaunch.run_folder.engine_report import Choice
 from ortlaunch.run_folder.folder import RunDir, is_temporary, write_json, write_text
 from ortlaunch.run_folder.records import as_json
@@ -154,13 +155,7 @@ def check_folder(run: RunDir, before: Recipe | None, resolved: ResolvedRun) -> l
             f"--run-dir {run}: links to {os.readlink(run.path)}, which does not exist; "
             "create that folder"
         )
-    if (
-        run.path.exists()
-        and before is None
-        and any(not _is_written_before(run, path) for path in run.path.iterdir())
-    ):
-        # A run that began a moment ago has written only a part of its files.
-        lock.refuse_living(run)
+    if run.path.exists() and not _is_of_a_run(run):
         raise PlanError(f"--run-dir {run}: is neither empty nor a run folder; give a new one")
     if before is None:
         return []
@@ -172,26 +167,20 @@ def check_folder(run: RunDir, before: Recipe | None, resolved: ResolvedRun) -> l
     return [f"continuing {run}"]
 
 
-def _is_written_before(run: RunDir, path: Path) -> bool:
-    """Whether a file may exist in the folder before a run has begun.
+def _is_of_a_run(run: RunDir) -> bool:
+    """Return whether a run, or a start of one that was cut short, has written the folder.
 
-    Such files come from other ranks, trials, a queued job or a command that was killed. A person
-    may create `checkpoints`, also as a link to another disk.
+    A person's files beside those of a run do not matter.
     """
-    if path == run.checkpoints:
-        return path.is_dir() and not any(path.iterdir())
-    earlier = (
-        run.ready,
-        run.trials,
-        run.lock,
-        run.job,
-        run.submitted,
-        run.output,
-        run.job_script,
-        run.manifest,
-        run.logs,
-    )
-    return is_temporary(path) or path in (*earlier, run.resume, run.micro_size, run.choice)
+    # Files of other programs may have the names of these records.
+    with contextlib.suppress(InputError):
+        if JobRecord.read(run) is not None:
+            return True
+    with contextlib.suppress(InputError, FileNotFoundError):
+        return run.submitted.exists() or bool(Plan.read(run.plan))
+    # A run writes its recipe after one of these records, so that a recipe alone is a person's.
+    started = run.has_only_own_files() and not run.recipe.exists()
+    return started or bool(run.complete_checkpoints())
 
 
 def differences(before: object, after: object) -> Iterator[str]:

@@ -52,7 +52,7 @@ def _train(
     proposed = run_folder(chosen, resolved, os.environ)
     run = unclaimed(proposed, chosen) if claims else proposed
     # A run from Python has its folder, and the caller watches the lock.
-    if (run.recipe.exists() or run.output.exists()) and rank is None:
+    if (run.lock.exists() or run.output.exists()) and rank is None:
         # Before anything is measured: a living run in the folder must end this command at once.
         lock.acquire(run)
     mark = mark_of(run, rank) if rank is not None else None

@@ -304,6 +304,14 @@ class RunDir:
         except DamagedFile:
             return True
 
+    def has_only_own_files(self) -> bool:
+        """Return whether everything in the folder has a name of the table, without checkpoints."""
+        # A person may create `checkpoints`, also as a link to another disk.
+        if self.checkpoints.exists() and any(self.checkpoints.iterdir()):
+            return False
+        names = {row.name.partition("/")[0] for row in FILES}
+        return all(path.name in names or is_temporary(path) for path in self.path.iterdir())
+
     def complete_checkpoints(self) -> list[tuple[int, Path]]:
         """Return (step, folder) of every complete checkpoint, oldest first.
 

@@ -147,23 +147,6 @@ def _process(holder: Json) -> Process | None:
     return Process(**{name: holder[name] for name in Process._fields}) if holder else None
 
 
-def refuse_living(run: RunDir) -> None:
-    """Check that no command trains in a run folder.
-
-    Raises:
-        PlanError: a command is alive there, or runs on another host; the message names it.
-    """
-    with contextlib.suppress(FileNotFoundError):
-        file = os.open(run.lock, os.O_RDONLY)
-        holder = _holder(file)
-        os.close(file)
-        if holder and not _has_gone(holder):
-            raise PlanError(
-                f"--run-dir {run}: {_named(holder)} trains there; wait for its end, or give "
-                "another folder"
-            )
-
-
 def command_at(run: RunDir) -> Process | None:
     """Return the command that last locked the folder, alive or not; None if there was none."""
     with contextlib.suppress(FileNotFoundError):

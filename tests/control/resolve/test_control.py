@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ import yaml
 
 from ortlaunch import doctor, start
 from ortlaunch.errors import LaunchError, MissingDependency, PlanError, RecipeError
-from ortlaunch.launch import Request
 from ortlaunch.launch_plan import Plan
+from ortlaunch.launch import JobState, Request
+from ortlaunch.launch.record import JobRecord
 from ortlaunch.ortmodule.build import extensions
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.rank import Rank
@@ -135,6 +137,7 @@ def test_folder_of_a_new_run(monkeypatch: pytest.MonkeyPatch) -> None:
 def older(folder: str, steps: int | None = None, **sections: Any) -> RunDir:
     """Write the folder of an earlier run, with a checkpoint after some steps."""
     run = RunDir(folder)
+    JobRecord.of_this_process("local", JobState.FAILED).write(run)
     write_text(run.recipe, to_yaml(resolved(**sections).file.recipe))
     if steps:
         write_text(run.checkpoint(steps) / "COMPLETE", "")
@@ -168,6 +171,31 @@ def test_a_folder_of_something_else() -> None:
     ):
         control.train(resolved(), Path("mine"))
     assert [path.name for path in Path("mine").iterdir()] == ["thesis.tex"]
+
+
+def test_the_folder_of_a_persons_recipe() -> None:
+    """A recipe without records of a run is a person's: it is not replaced by the resolved one."""
+    write_text(Path("mine/recipe.yaml"), yaml.safe_dump(CUSTOM))
+    for path, text in (("job.json", '{"tasks": []}'), ("plan.json", "{}")):
+        write_text(Path("mine", path), text)
+    with pytest.raises(PlanError, match=r"^--run-dir mine: is neither empty nor a run folder"):
+        control.train(resolved(), Path("mine"))
+    assert Path("mine/recipe.yaml").read_text() == yaml.safe_dump(CUSTOM)
+
+
+@pytest.mark.parametrize("record", ["job", "submitted", "checkpoint"])
+def test_a_persons_file_in_a_run_folder(record: str) -> None:
+    """A person's file, or a report, beside the records of a run does not prevent its start."""
+    run = older("mine", steps=2)
+    run.recipe.unlink()
+    if record != "job":
+        run.job.unlink()
+    if record != "checkpoint":
+        shutil.rmtree(run.checkpoints)
+    if record == "submitted":
+        write_text(run.submitted, "")
+    write_text(Path("mine/notes.txt"), "")
+    assert check_folder(run, None, resolved()) == []
 
 
 def test_a_folder_of_a_run_that_never_began() -> None:
@@ -205,11 +233,10 @@ def test_a_command_that_began_a_moment_ago_is_named() -> None:
     run = RunDir("mine")
     with RunLock() as lock:
         lock.acquire(run)
-        write_text(run.plan, "{}")
         with pytest.raises(
             PlanError, match=f"^--run-dir mine: process {os.getpid()} on host .* trains there; wait"
         ):
-            check_folder(run, None, resolved())
+            control.train(resolved(), Path("mine"))
 
 
 def test_a_link_to_nowhere_is_no_run_folder() -> None:
