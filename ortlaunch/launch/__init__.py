@@ -18,27 +18,21 @@ from ortlaunch.launch.stop import Stop
 from ortlaunch.launch_plan import Node, Plan
 from ortlaunch.launchers import LAUNCHERS
 from ortlaunch.rank import EXIT_SAVED
-from ortlaunch.run_folder.folder import COUNTED_BYTES, RunDir, write_text
+from ortlaunch.run_folder.folder import RunDir, write_text
 
-# Seconds for a launcher to end by itself: after a lost host, a stall, and the end of all ranks.
-_LOST_SECONDS = 2.0
-_STALL_SECONDS = 15.0
-_OUTLIVED_SECONDS = 10.0
+# Seconds in which all ranks must have begun: on one host under mpirun, and elsewhere. torchrun loads
+# torch before it starts them.
+_MPI_START_SECONDS = 60.0
+_START_SECONDS = 300.0
 
 
-class GivenUp(NamedTuple):
-    """A file of the ranks after which a launcher has some seconds to end by itself."""
+class Limits(NamedTuple):
+    """The run of a launcher, by which processes.py limits how long the launcher may take."""
 
-    file: str
-    seconds: float
-    ended_bytes: int = 0
-    """Size of the file once all ranks have ended: the launcher's end is then not the run's. 0: the
-    file marks a fault."""
-
-    def exists(self) -> bool:
-        """Return whether the ranks have written the file."""
-        path = Path(self.file)
-        return path.exists() and path.stat().st_size >= self.ended_bytes
+    folder: str
+    ranks: int
+    hosts: int
+    start_seconds: float
 
 
 class Request(NamedTuple):
@@ -56,8 +50,8 @@ class Request(NamedTuple):
     stop: Stop | None = None
     # A folder that only this user can access: new for each start, removed after it.
     private: str | None = None
-    # Once one of the files exists, the command has some seconds before it is ended.
-    given_up: tuple[GivenUp, ...] = ()
+    # None: the command itself is the rank.
+    limits: Limits | None = None
 
     def __str__(self) -> str:
         """The shell commands that a person would type."""
@@ -83,18 +77,12 @@ def stop_of(plan: Plan, run_dir: RunDir) -> Stop | None:
     )
 
 
-def given_up_of(plan: Plan, run_dir: RunDir) -> tuple[GivenUp, ...]:
-    """Return the limits for `Request.given_up`.
-
-    Without them a launcher may wait forever for a lost host, or for a stranger that has connected
-    to one of its own ports.
-    """
-    faults = (
-        GivenUp(str(run_dir.lost), _LOST_SECONDS),
-        GivenUp(str(run_dir.stall), _STALL_SECONDS),
-    )
-    ended = GivenUp(str(run_dir.ended_ranks), _OUTLIVED_SECONDS, plan.world_size * COUNTED_BYTES)
-    return (*(faults if len(plan.nodes) > 1 else ()), ended)
+def limits_of(plan: Plan, run_dir: RunDir) -> Limits:
+    """Return the limits of the launcher of this plan."""
+    hosts = len(plan.nodes)
+    fast = plan.launcher == "mpi" and hosts == 1
+    seconds = _MPI_START_SECONDS if fast else _START_SECONDS
+    return Limits(str(run_dir), plan.world_size, hosts, seconds)
 
 
 class JobState(Enum):

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ortlaunch.errors import MissingDependency, PlanError
-from ortlaunch.launch import Request, given_up_of, stop_of
+from ortlaunch.launch import Request, limits_of, stop_of
 from ortlaunch.launch.private import private_folder
 from ortlaunch.launch.processes import cancel, state, submit, wait
 from ortlaunch.launch_plan import Node, Plan
@@ -56,14 +56,14 @@ def request(plan: Plan, run_dir: RunDir) -> Request:
     files = ((str(run_dir.hostfile), hostfile(plan.nodes, family(mpirun))),)
     plan = _with_abi(plan, family(mpirun))
     stop = stop_of(plan, run_dir)
-    given_up = given_up_of(plan, run_dir)
+    limits = limits_of(plan, run_dir)
     if family(mpirun) != "Open MPI":
         argv = (*argv_mpich(plan, run_dir, mpirun), str(run_dir))
-        return Request(argv, plan.env, files, stop=stop, given_up=given_up)
+        return Request(argv, plan.env, files, stop=stop, limits=limits)
     private = private_folder(run_dir)
     env = tuple(sorted({**dict(plan.env), **_open_mpi_env(private)}.items()))
     argv = (*argv_open_mpi(plan, run_dir, mpirun), str(run_dir))
-    return Request(argv, env, files, stop=stop, given_up=given_up, private=str(private))
+    return Request(argv, env, files, stop=stop, limits=limits, private=str(private))
 
 
 def argv_open_mpi(plan: Plan, run_dir: RunDir, mpirun: str) -> tuple[str, ...]:

@@ -17,10 +17,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 from ortlaunch import die_with_parent, machine
 from ortlaunch.errors import LaunchError
-from ortlaunch.launch import GivenUp, JobState, Request
+from ortlaunch.launch import JobState, Limits, Request
+from ortlaunch.launch.failure import ranks_that_began
 from ortlaunch.launch.orphans import Orphans, send
 from ortlaunch.launch.private import make_private
 from ortlaunch.launch.record import JobRecord
@@ -33,6 +35,7 @@ from ortlaunch.process import (
     stopped_family,
 )
 from ortlaunch.rank import GRACE_SECONDS, LAUNCHER_VARIABLE
+from ortlaunch.run_folder.folder import COUNTED_BYTES, RunDir, is_full
 
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # A scheduler sends these some time before the job's time limit.
@@ -44,7 +47,10 @@ KILLED_SECONDS = 30.0
 _POLL_SECONDS = 0.5
 # A stopped process is reported at the second look.
 _LOOK_SECONDS = 4.0
+# Seconds for a launcher to end by itself: after a lost host, a stall, and the end of all ranks.
 _LOST_SECONDS = 2.0
+_STALL_SECONDS = 15.0
+_OUTLIVED_SECONDS = 10.0
 
 
 class Job:
@@ -54,6 +60,7 @@ class Job:
         is_quiet: another process prints the effect of a notice.
         early: signals that came while it was started; they count once `wait` is called.
         signal: the signal by which the user stopped it, sent to this process, if any.
+        has_all_ranks: whether all ranks have begun, as far as this process has looked.
         is_late: whether it was ended because it had not ended in time.
         is_ended, is_killed: whether this process sent SIGTERM, or SIGKILL.
         ended_by: the signal that ended the command itself, if any.
@@ -75,7 +82,9 @@ class Job:
         self.notice_ends = False
         self.is_quiet = False
         self.private: str | None = None
-        self.given_up: tuple[GivenUp, ...] = ()
+        self.limits: Limits | None = None
+        self.began = time.monotonic()
+        self.has_all_ranks = False
         self.early: list[int] = []
         self.signal: int | None = None
         self.is_ended = self.is_killed = self.is_late = False
@@ -84,8 +93,8 @@ class Job:
         self._oom_kills_before = machine.oom_kills()
 
     def has_ended(self, status: int) -> None:
-        """Record the signal that ended the command, and the out-of-memory kills since its start."""
-        self.ended_by = -status if status < 0 else None
+        """Record the foreign signal that ended the command, and the out-of-memory kills since its start."""
+        self.ended_by = -status if status < 0 and not self.is_late else None
         after = machine.oom_kills()
         if after is not None and self._oom_kills_before is not None:
             self.oom_kills = after - self._oom_kills_before
@@ -128,7 +137,7 @@ def submit(request: Request, output: Path | None = None) -> Job:
     orphans.belong_to(process.pid)
     job = Job(process, orphans, request.notifies_ranks, request.stop)
     job.notice_ends = request.notice_ends
-    job.given_up = request.given_up
+    job.limits = request.limits
     job.private = request.private
     return job
 
@@ -173,28 +182,56 @@ def _wait_for_command(job: Job) -> int:
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return job.process.wait(_POLL_SECONDS)
-        limit = next((one for one in job.given_up if one.exists()), None)
-        if limit is not None:
-            status = _end_late_command(job, limit)
-            return 0 if limit.ended_bytes and job.is_late else status
+        late = _lateness(job)
+        if late is not None:
+            return _end_late_command(job, late)
         if time.monotonic() - looked > _LOOK_SECONDS:
             looked = time.monotonic()
             stopped = _report_stopped(job, stopped)
 
 
-def _end_late_command(job: Job, limit: GivenUp) -> int:
-    """Give the command the limit's seconds, then end it; return its status."""
-    for number, seconds in ((signal.SIGTERM, limit.seconds), (signal.SIGKILL, _LOST_SECONDS)):
+class _Lateness(NamedTuple):
+    """Why a command is to be ended, and the seconds that it still has to end by itself."""
+
+    seconds: float
+    message: str = ""
+    is_over: bool = False
+    """Whether all ranks have ended, so that the command's end is not the run's."""
+
+
+def _lateness(job: Job) -> _Lateness | None:
+    """Return why the command is to be ended; None if it may go on."""
+    limits = job.limits
+    if limits is None:
+        return None
+    run = RunDir(limits.folder)
+    if limits.hosts > 1 and (run.lost.exists() or run.stall.exists()):
+        return _Lateness(_LOST_SECONDS if run.lost.exists() else _STALL_SECONDS)
+    ended = run.ended_ranks.stat().st_size if run.ended_ranks.exists() else 0
+    if ended >= limits.ranks * COUNTED_BYTES:
+        message = f"has not ended {_OUTLIVED_SECONDS:g} s after its last rank"
+        return _Lateness(_OUTLIVED_SECONDS, message, is_over=True)
+    if job.has_all_ranks or time.monotonic() - job.began < limits.start_seconds:
+        return None
+    began = len(ranks_that_began(run))
+    # On a full disk, ranks leave no log.
+    job.has_all_ranks = began == limits.ranks or is_full(run.path)
+    message = f"has started {began} of {limits.ranks} ranks in {limits.start_seconds:g} s"
+    return None if job.has_all_ranks else _Lateness(0.0, message)
+
+
+def _end_late_command(job: Job, late: _Lateness) -> int:
+    """Give the command its seconds, then end it; return its status, 0 if its ranks had ended."""
+    for number, seconds in ((signal.SIGTERM, late.seconds), (signal.SIGKILL, _LOST_SECONDS)):
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return job.process.wait(seconds)
-        if limit.ended_bytes and not job.is_late:
-            _print_line(
-                f"the launcher (process {job.process.pid}) has not ended {seconds:g} s after its "
-                "last rank, and is ended"
-            )
+            status = job.process.wait(seconds)
+            return 0 if job.is_late and late.is_over else status
+        if late.message and not job.is_late:
+            _print_line(f"the launcher (process {job.process.pid}) {late.message}, and is ended")
         job.is_late = True
         _signal_group(job, number)
-    return job.process.wait()
+    status = job.process.wait()
+    return 0 if late.is_over else status
 
 
 def _report_stopped(job: Job, before: dict[int, str]) -> dict[int, str]:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from ortlaunch import start
 from ortlaunch.errors import PlanError
-from ortlaunch.launch import Request, given_up_of, stop_of
+from ortlaunch.launch import Request, limits_of, stop_of
 from ortlaunch.launch.private import private_folder
 from ortlaunch.launch.processes import cancel, state, submit, wait
 from ortlaunch.launch.ssh import needs_no_ssh
@@ -80,7 +80,7 @@ def request(plan: Plan, run_dir: RunDir) -> Request:
         notifies_ranks=False,
         stop=stop,
         private=str(private),
-        given_up=given_up_of(plan, run_dir),
+        limits=limits_of(plan, run_dir),
     )
 
 
@@ -114,9 +114,7 @@ def _on_hosts(plan: Plan, run_dir: RunDir, env: dict[str, str]) -> Request:
         (str(run_dir.agents), json.dumps(work) + "\n"),
     )
     argv = (*start.command("ortlaunch.launch.over_ssh", plan.argv[0]), str(run_dir.agents))
-    return Request(
-        argv, files=files, stop=stop_of(plan, run_dir), given_up=given_up_of(plan, run_dir)
-    )
+    return Request(argv, files=files, stop=stop_of(plan, run_dir), limits=limits_of(plan, run_dir))
 
 
 def _node(plan: Plan, run_dir: RunDir, number: int) -> tuple[str, ...]:

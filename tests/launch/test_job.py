@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from ortlaunch.errors import LaunchError
-from ortlaunch.launch import GivenUp, JobState, Request, processes
+from ortlaunch.launch import JobState, Limits, Request, processes
 from ortlaunch.process import read_stat
-from ortlaunch.run_folder.folder import COUNTED_BYTES, RunDir
+from ortlaunch.run_folder.folder import RunDir, write_text
 
 
 def test_a_program_that_is_not_there() -> None:
@@ -90,44 +90,64 @@ def test_cancel_ends_the_whole_group(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert in_group(job.process.pid) == []
 
 
-def test_a_launcher_that_waits_for_a_lost_host(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+DEAF = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(60)"
+
+
+def limited(folder: Path, hosts: int = 1, start_seconds: float = 60.0) -> processes.Job:
+    """Start a launcher of 2 ranks that does not end by itself, and ignores SIGTERM."""
+    limits = Limits(str(folder), 2, hosts, start_seconds)
+    return processes.submit(Request((sys.executable, "-c", DEAF), limits=limits))
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make all limits of a launcher short."""
+    for name in ("_LOST_SECONDS", "_STALL_SECONDS", "_OUTLIVED_SECONDS", "_POLL_SECONDS"):
+        monkeypatch.setattr(processes, name, 0.2)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_launcher_that_waits_for_a_lost_host(tmp_path: Path) -> None:
     """A launcher that waits for a lost host is ended, and killed if it ignores SIGTERM."""
     # mpirun would wait for ever for its daemon on that host.
-    monkeypatch.setattr(processes, "_LOST_SECONDS", 0.3)
-    deaf = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(60)"
-    (tmp_path / "stall.json").touch()
-    # Only stall.json exists, so its seconds count.
-    given_up = (
-        GivenUp(str(tmp_path / "lost.json"), 60.0),
-        GivenUp(str(tmp_path / "stall.json"), 0.3),
-    )
-    began = time.monotonic()
-    status = processes.wait(
-        processes.submit(Request((sys.executable, "-c", deaf), given_up=given_up))
-    )
-    assert (status in (137, 143), time.monotonic() - began < 20) == (True, True)
+    write_text(RunDir(tmp_path).stall, "{}")
+    assert processes.wait(limited(tmp_path, hosts=2)) in (137, 143)
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_launcher_that_outlives_its_last_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A launcher that does not end after its last rank is ended; the ranks' own records count."""
     # mpirun waits for as long as anybody holds a connection to its own port.
-    monkeypatch.setattr(processes, "_LOST_SECONDS", 0.3)
-    deaf = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(60)"
     run = RunDir(tmp_path)
-    limit = GivenUp(str(run.ended_ranks), 0.3, 2 * COUNTED_BYTES)
-    job = processes.submit(Request((sys.executable, "-c", deaf), given_up=(limit,)))
+    job = limited(tmp_path)
     run.count_end(1)
-    assert not limit.exists()
+    assert processes._lateness(job) is None
     run.count_end(0)
-    assert (processes.wait(job), limit.exists()) == (0, True)
+    assert (processes.wait(job), job.ended_by) == (0, None)
     assert capfd.readouterr().err == (
-        f"ortlaunch: the launcher (process {job.process.pid}) has not ended 0.3 s after its last "
+        f"ortlaunch: the launcher (process {job.process.pid}) has not ended 0.2 s after its last "
         "rank, and is ended\n"
     )
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_launcher_that_starts_not_all_ranks(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A launcher that has not started all ranks in time is ended, with the number that it started."""
+    run = RunDir(tmp_path)
+    write_text(run.request, "")
+    write_text(run.log(1, "err"), "")
+    job = limited(tmp_path, start_seconds=0.2)
+    assert (processes.wait(job) in (137, 143), job.ended_by) == (True, None)
+    assert capfd.readouterr().err == (
+        f"ortlaunch: the launcher (process {job.process.pid}) has started 1 of 2 ranks in 0.2 s, "
+        "and is ended\n"
+    )
+    write_text(run.log(0, "err"), "")
+    assert processes._lateness(job) is None
 
 
 def test_a_stopped_process_is_reported(

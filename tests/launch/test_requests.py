@@ -19,7 +19,7 @@ import pytest
 
 from ortlaunch import launchers, start
 from ortlaunch.errors import LaunchError, MissingDependency, PlanError
-from ortlaunch.launch import Backend, GivenUp, JobState, Request, backend, mpi, torchrun
+from ortlaunch.launch import Backend, JobState, Limits, Request, backend, mpi, torchrun
 from ortlaunch.launch.failure import explain_end
 from ortlaunch.launch.private import make_private, private_folder
 from ortlaunch.launch.stop import Stop
@@ -45,11 +45,7 @@ ENV = (("NCCL_DEBUG", "WARN"), ("NOTE", "two words"))
 ABI = "MPI4PY_MPIABI"
 STOP = Stop("runs/x/requests/stop.json", "runs/x/requests/cancel", 60)
 # Set to a private folder, else Open MPI may not start beside files of a killed mpirun.
-GIVEN_UP = (
-    GivenUp("runs/x/errors/lost.json", 2.0),
-    GivenUp("runs/x/errors/stall.json", 15.0),
-    GivenUp("runs/x/ended_ranks", 10.0, 3 * 8),
-)
+LIMITS = Limits("runs/x", ranks=3, hosts=2, start_seconds=300.0)
 SESSION_FOLDERS = ("PRTE_MCA_prte_local_tmpdir_base", "PRTE_MCA_prte_remote_tmpdir_base")
 ROOT = (("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1"))
 
@@ -235,7 +231,7 @@ def test_torchrun() -> None:
         notifies_ranks=False,
         stop=STOP,
         private=str(private),
-        given_up=(GivenUp("runs/x/ended_ranks", 10.0, 2 * 8),),
+        limits=Limits("runs/x", ranks=2, hosts=1, start_seconds=300.0),
     )
 
 
@@ -304,7 +300,7 @@ def test_open_mpi(installed: Any) -> None:
         env,
         (hostfile,),
         stop=STOP,
-        given_up=GIVEN_UP,
+        limits=LIMITS,
         private=private,
     )
 
@@ -372,7 +368,7 @@ def test_mpich(installed: Any) -> None:
         ((ABI, "mpich"), *ENV),
         (hostfile,),
         stop=STOP,
-        given_up=GIVEN_UP,
+        limits=LIMITS,
     )
 
 
