@@ -65,6 +65,9 @@ class TrainState:
     """Evaluations, for checkpoint.keep_best and train.stop_after."""
     streams: Sequence[Sequence[int]] = ()
     """The positions of the streamed sources after these samples."""
+    owes_evaluation: bool = False
+    """Whether a stop left out the evaluation that is due after this step: the next start begins
+    with it."""
 
     def end_step(self, batches: Batches) -> None:
         """Count a step, whose samples no rank needs any more."""
@@ -121,7 +124,7 @@ def _train(
     if best.stops_early(recipe, state.step, state.best):
         saving.last_step = state.step
     if state.step >= saving.last_step:
-        nothing_to_train(session, state)
+        nothing_to_train(session, state, hook)
         saving.best = best.kept_step(state.best)
         saving.finish()
         return state
@@ -137,6 +140,12 @@ def _train(
     if recipe.engine.name == "inductor":
         progress.doing("compiling in the first step")
     engine.plain.hook("on_train_start", engine.stepper.numbers)
+    if state.owes_evaluation:
+        with meter.paused():
+            asked = _evaluate(session, state, saving, agreed, RankRequest.NOTHING, hook, metrics)
+        # This step's checkpoint exists already.
+        saving.best = best.kept_step(state.best)
+        agreed.stopped = stop(session, asked, state.step)
     while state.step < saving.last_step and not agreed.stopped.stops:
         if parity is not None:
             with meter.paused():
@@ -154,22 +163,14 @@ def _train(
         if state.step % recipe.log.every_steps == 0 or last or asked.stops:
             _log(session, state, meter, (stepped, rate), hook, metrics)
 
-        if session.data.evaluation is not None and (
+        state.owes_evaluation = session.data.evaluation is not None and (
             last
             or _due(state.step, recipe.train.evaluate_every_steps)
             or batches.completes(state.step, recipe.train.evaluate_every_epochs)
-        ):
-            with meter.paused(), progress.during("evaluating"):
-                evaluated = (
-                    None if asked.stops else evaluate(session, session.data.evaluation, agreed)
-                )
-                if evaluated is not None:
-                    _take_up(session, state, saving, evaluated)
-                    if metrics:
-                        metrics.write(state.step, evaluation_names(evaluated))
-                        hook.on_evaluation(state.step, evaluated)
-                # A request may have come during the evaluation.
-                asked = max(asked, agreed.now())
+        )
+        if state.owes_evaluation:
+            with meter.paused():
+                asked = _evaluate(session, state, saving, agreed, asked, hook, metrics)
 
         if asked or saving.is_due(state.step) or best.kept_step(state.best) == state.step:
             with meter.paused(), progress.during("saving a checkpoint"):
@@ -240,6 +241,33 @@ def _log(
         metrics.write(state.step, values)
         hook.on_step(state.step, values)
         write_json(session.run.engine, session.engine.report().to_json())
+
+
+def _evaluate(
+    session: Session,
+    state: TrainState,
+    saving: checkpoint.Saving,
+    agreed: Agreement,
+    asked: RankRequest,
+    hook: Hook,
+    metrics: Metrics | None,
+) -> RankRequest:
+    """Run the evaluation of a step, unless a stop was or is requested (collective).
+
+    Returns:
+        The agreed request after it.
+    """
+    assert session.data.evaluation is not None
+    with session.progress.during("evaluating"):
+        evaluated = None if asked.stops else evaluate(session, session.data.evaluation, agreed)
+        if evaluated is not None:
+            state.owes_evaluation = False
+            _take_up(session, state, saving, evaluated)
+            if metrics:
+                metrics.write(state.step, evaluation_names(evaluated))
+                hook.on_evaluation(state.step, evaluated)
+        # A request may have come during the evaluation.
+        return max(asked, agreed.now())
 
 
 def _take_up(
@@ -398,9 +426,9 @@ def _passes(session: Session, step: int) -> list[torch.Tensor]:
     ]
 
 
-def nothing_to_train(session: Session, state: TrainState) -> None:
+def nothing_to_train(session: Session, state: TrainState, hook: Hook) -> None:
     """Report that all steps are done; run the last evaluation if it is missing."""
-    # The run may have been stopped in its last evaluation.
+    # The run may have been stopped before the end of its last evaluation.
     if session.group.rank == 0:
         early = best.stops_early(session.recipe, state.step, state.best)
         done = f"{state.step} of {session.recipe.train.steps} steps are done"
@@ -417,6 +445,7 @@ def nothing_to_train(session: Session, state: TrainState) -> None:
             metrics = Metrics(session.recipe, session.run, state.step)
             metrics.write(state.step, evaluation_names(evaluated))
             metrics.close()
+            hook.on_evaluation(state.step, evaluated)
 
 
 def _due(step: int, every: int | None) -> bool:
@@ -443,6 +472,8 @@ def _resume(session: Session) -> TrainState:
     loaded = checkpoint.load(folder, session.engine.stepper.named_state(), session.group)
     state = TrainState(**{"samples": seen, **loaded})
     state.best = best.remembered(session, state.best)
+    # A best evaluation must have its checkpoint in this folder.
+    state.owes_evaluation &= folder.parent == session.run.checkpoints
     batches.go_on(state.step, state.samples)
     batches.seek(state.streams)
     if session.group.rank == 0:

@@ -6,9 +6,11 @@ import json
 import os
 import shutil
 import signal
+import sys
 import time
+from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -20,7 +22,11 @@ from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker.checkpoint import saving as savings
 from ortlaunch.worker.data import Batches, OwnSamples, collate
+from ortlaunch.worker.process_group.agreement import agreement
+from ortlaunch.worker.supervision.requests import RankRequest
+from ortlaunch.worker.tasks import train as training
 from ortlaunch.worker.tasks.train import run as run_task
+from ortlaunch.worker.training.checkpoint_exports import CheckpointExports
 from tests.training import SHARDINGS, records, session_here, train_here
 
 STEPS = {"max_steps": 6}
@@ -410,3 +416,58 @@ def test_what_a_checkpoint_cannot_hold(how: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=f"{name} is {kind}, which a checkpoint cannot store"):
         train_here(tmp_path, model, ROWS, train={"max_steps": 2})
     assert not RunDir(tmp_path).metrics.exists()
+
+
+class Evaluations:
+    """A hook that records the evaluations."""
+
+    seen: ClassVar[list[int]] = []
+
+    def on_evaluation(self, step: int, values: dict[str, float]) -> None:
+        self.seen.append(step)
+
+
+@pytest.mark.parametrize("at", ["the step", "its evaluation", "the last step"])
+@pytest.mark.parametrize("ends", [None, 1])
+def test_the_evaluation_of_a_stopped_step(
+    at: str, ends: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stop leaves out the evaluation of its step; the next start begins with it.
+
+    The best model, the calls of the hook and the early end are those of an unstopped run.
+    """
+    monkeypatch.setitem(sys.modules, "hook_of_a_test", sys.modules[__name__])
+    best_loss = {"metric": "loss", "mode": "max"}
+    train = {
+        "max_steps": 9, "evaluate_every_steps": 3, "hook": "hook_of_a_test:Evaluations",
+        "stop_after": ends and {**best_loss, "evaluations": ends},
+    }  # fmt: skip
+    keep = {"every_steps": 3, "keep_best": best_loss, "keep": 1}
+    sections = {"evaluation": ROWS, "train": train, "checkpoint": keep}
+    Evaluations.seen.clear()
+    expected = train_here(tmp_path / "unstopped", Line(), ROWS, **sections)
+    called = list(Evaluations.seen)
+    assert called == ([3, 6] if ends else [3, 6, 9])
+
+    Evaluations.seen.clear()
+    session = session_here(tmp_path / "stopped", Line(), ROWS, **sections)
+    step = expected.state.step if at == "the last step" else 3
+    # The first forward pass of the training step, or the second one of the evaluation.
+    moment = (False, 2) if at == "its evaluation" else (True, step)
+    passes = Counter[bool]()
+    with agreement(session.group) as agreed:
+
+        def stop_here(*_: object) -> None:
+            passes[session.model.training] += 1
+            if (session.model.training, passes[session.model.training]) == moment:
+                agreed.add(RankRequest.STOP)
+
+        session.model.register_forward_pre_hook(stop_here)
+        state = training.train(session, agreed, CheckpointExports(session))
+    assert (state.step, agreed.stopped) == (step, RankRequest.STOP)
+    found = train_here(tmp_path / "stopped", Line(), ROWS, **sections)
+    assert (found.state.best, found.state.step) == (expected.state.best, expected.state.step)
+    assert Evaluations.seen == called
+    assert found.values("evaluation_loss") == expected.values("evaluation_loss")
+    kept = [[each for each, _ in one.run.complete_checkpoints()] for one in (found, expected)]
+    assert kept[0] == kept[1]
