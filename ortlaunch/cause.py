@@ -6,7 +6,7 @@ run_folder/cause_text.py renders it. Imports nothing of ortlaunch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -95,13 +95,6 @@ class Failure:
             memory_kills=record.get("memory_kills"),
             raised_at=record.get("raised_at", ""),
         )
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Failure:
-        """Return the failure in job.json; unknown names, such as a later version's, are ignored."""
-        # A newer version may have added fields.
-        known = {name: values[name] for name in asdict(cls(Cause.UNKNOWN)) if name in values}
-        return cls(**{**known, "cause": Cause(values.get("cause"))})
 
     @property
     def place(self) -> str:

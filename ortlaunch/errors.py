@@ -35,9 +35,11 @@ from typing import Any
 
 from ortlaunch.cause import Cause
 
-# Control characters of a terminal, and marks that change the direction of text. Line feed, tab and
-# the line end of Windows are allowed.
-CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]|\r(?!\n)")
+# Control characters of a terminal, marks that change the direction of text, and halves of surrogate
+# pairs, which no encoding has. Line feed, tab and the line end of Windows are allowed.
+CONTROL = re.compile(
+    r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]|\r(?!\n)"
+)
 
 
 def printable(text: str) -> str:

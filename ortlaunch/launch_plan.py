@@ -11,9 +11,10 @@ import socket
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 from ortlaunch.errors import DamagedFile, PlanError
+from ortlaunch.json_types import fits, parse_json, read_regular
 from ortlaunch.launchers import Launcher, launcher_of
 from ortlaunch.rank import Rank
 from ortlaunch.tasks import TASKS, Task
@@ -240,8 +241,8 @@ class Plan:
             DamagedFile: the file is not a plan of this version.
         """
         try:
-            return cls.from_json(path.read_text(encoding="utf-8"))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            return cls.from_json(read_regular(path).decode())
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
             raise DamagedFile(
                 f"{path}: is not a plan, is damaged, or is of another version of ortlaunch "
                 f"({error})"
@@ -250,13 +251,14 @@ class Plan:
     @classmethod
     def from_json(cls, text: str) -> Plan:
         """Return the plan that `to_json` wrote."""
-        value = json.loads(text)
+        value = parse_json(text)
         # Increased when the meaning of a field changes.
         if value.pop("format") != 1:
             raise PlanError("plan.json was written by another version of ortlaunch")
-        value.pop("world_size")  # in the file for readers; it follows from `nodes`
+        # In the file for readers; it follows from `nodes`.
+        ranks = value.pop("world_size")
         memory = value["memory"]
-        return cls(
+        plan = cls(
             **{
                 **value,
                 "nodes": tuple(
@@ -270,6 +272,13 @@ class Plan:
                 "memory": memory and _memory_from(memory),
             }
         )
+        hints = get_type_hints(cls)
+        wrong = [
+            name for name in cls.__dataclass_fields__ if not fits(hints[name], getattr(plan, name))
+        ]
+        if wrong or plan.world_size != ranks or plan.task not in TASKS:
+            raise ValueError(f"unknown value of {', '.join(wrong) or 'world_size or task'}")
+        return plan
 
 
 def _named(plan: Plan) -> dict[str, object]:

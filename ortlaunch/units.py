@@ -37,7 +37,7 @@ def number(value: object) -> float | None:
     # Records have inf and nan as strings, which float() accepts.
     try:
         return float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
 
 

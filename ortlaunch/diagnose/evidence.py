@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ortlaunch.cause import Cause, Failure
-from ortlaunch.json_types import Json
+from ortlaunch.json_types import Json, open_regular
 from ortlaunch.launch.failure import failure_order
 from ortlaunch.launch_plan import Plan
 from ortlaunch.run_folder.folder import RunDir, account
@@ -85,7 +85,7 @@ def json_lines(path: Path, *names: str) -> list[Json]:
 
 
 def _tail(path: Path) -> list[str]:
-    with contextlib.suppress(OSError), open(path, "rb") as file:
+    with contextlib.suppress(OSError), open_regular(path) as file:
         file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
         return file.read().decode(errors="replace").splitlines()
     return []

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ortlaunch.cause import Cause, Failure
 from ortlaunch.errors import DamagedFile
-from ortlaunch.json_types import Json
+from ortlaunch.json_types import Json, read_regular
 from ortlaunch.launch_plan import Plan
 from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.run_folder.cause_text import OURS, TRY, VERDICT, sentence
@@ -251,7 +251,7 @@ def _exit_requests(run: RunDir) -> dict[int, tuple[int, float]]:
     """Return (signal, time of arrival) for each rank that received a signal to end."""
     found = {}
     for path in run.errors.glob("asked_*"):
-        words = path.read_text(encoding="utf-8", errors="replace").split()
+        words = read_regular(path).decode(errors="replace").split()
         # The rank may have been killed while it wrote the file.
         if len(words) == 2 and words[0].isdecimal():
             found[int(path.name[len("asked_") :])] = (int(words[0]), float(words[1]))
@@ -320,9 +320,7 @@ def _last_line(run: RunDir, ranks: list[int]) -> str:
     # It may name the cause: MPI writes its reason there before it aborts.
     for rank in ranks:
         path = run.log(rank, "err")
-        lines = (
-            path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else []
-        )
+        lines = read_regular(path).decode(errors="replace").split("\n") if path.exists() else []
         last = next((line.strip() for line in reversed(lines) if line.strip("\0 ")), None)
         if last is not None:
             return f"\nlast line of {path.name}: {last[:300]}"

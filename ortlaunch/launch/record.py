@@ -120,21 +120,22 @@ class JobRecord:
                 from_json(Attempt, {**one, "cause": Cause(one["cause"])})
                 for one in value.get("attempts", ())
             )
-            failure = Failure.from_json(value["failure"]) if value.get("failure") else None
+            failed = value.get("failure")
+            failure = failed and from_json(Failure, {**failed, "cause": Cause(failed.get("cause"))})
             state = JobState(value["state"])
             record = from_json(
                 cls, {**value, "state": state, "failure": failure, "attempts": attempts}
             )
             # Fail here on damaged times and ids, not in a later caller.
-            for time in filter(None, (record.started, record.ended)):
-                datetime.fromisoformat(time)
+            for time in (record.started, *(() if record.ended is None else (record.ended,))):
+                datetime.fromisoformat(time).timestamp()
             if record.began:
                 # The id of a scheduler's job need not be a number, a process id must be one.
                 int(record.id)
             return record
         except FileNotFoundError:
             return None
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
             raise InputError(f"{run.job}: is not a record of a job ({error}); delete it") from None
 
     @property

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
 import re
+import sys
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from itertools import islice
 
-from ortlaunch.errors import InputError, OrtlaunchError
+from ortlaunch.errors import InputError, first_line
 from ortlaunch.launch import JobState
 from ortlaunch.other_runs import registry
 from ortlaunch.other_runs.queued import SharedQueue
@@ -55,8 +55,11 @@ def newest_statuses(
 
 
 def _readable(run: RunDir, queue: SharedQueue) -> Iterator[Status]:
-    with contextlib.suppress(OrtlaunchError):
+    # Whatever one folder holds, the other runs are listed.
+    try:
         yield read_status(run, queue)
+    except Exception as error:
+        print(f"left out: {run}: {first_line(error)}", file=sys.stderr, flush=True)
 
 
 def _limit(metric: str) -> Callable[[Status], bool]:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ortlaunch.errors import InputError, MissingDependency, RunError
+from ortlaunch.json_types import open_regular
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.other_runs.queued import is_queued
 from ortlaunch.other_runs.status import read_status
@@ -95,7 +96,7 @@ def _new(files: Iterable[Path], read: dict[Path, _Position]) -> Iterator[str]:
     for path in files:
         position = read.setdefault(path, _Position())
         # Offsets count bytes, so the file is read as bytes.
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             file.seek(position.offset)
             new = file.read()
         position.offset += len(new)

@@ -13,6 +13,7 @@ import yaml
 from pydantic import ValidationError
 
 from ortlaunch.errors import DamagedFile, RecipeError
+from ortlaunch.json_types import read_regular
 from ortlaunch.recipe.check import check
 from ortlaunch.recipe.fields.recipe import Recipe
 from ortlaunch.recipe.space import space_problems
@@ -128,7 +129,7 @@ def read_resolved(path: Path) -> Recipe:
     Raises: DamagedFile: the file is no recipe.
     """
     try:
-        return parse_resolved(path.read_text(encoding="utf-8"))
+        return parse_resolved(read_regular(path).decode())
     except ValidationError as error:
         # The first error is enough: a person did not write this file.
         where = ".".join(map(str, error.errors()[0]["loc"])) or "all of it"

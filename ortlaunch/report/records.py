@@ -14,7 +14,7 @@ from ortlaunch.other_runs import status
 from ortlaunch.other_runs.status import Status
 from ortlaunch.recipe.text.place import HIDDEN, SECRET, without_secrets
 from ortlaunch.recipe.text.yaml_text import load_dumped
-from ortlaunch.run_folder.folder import RunDir, read_json
+from ortlaunch.run_folder.folder import RunDir, read_json, read_text
 from ortlaunch.run_folder.lines import json_lines
 from ortlaunch.run_folder.resume_record import ResumeRecord
 
@@ -138,11 +138,7 @@ class _Files:
 
     def yaml(self, path: Path) -> dict[str, Any]:
         """Return a YAML mapping without the values of secrets; empty where there is no file."""
-        return dict(
-            without_secrets(
-                self._mapping(path, lambda path: load_dumped(path.read_text(encoding="utf-8")))
-            )
-        )
+        return dict(without_secrets(self._mapping(path, lambda path: load_dumped(read_text(path)))))
 
     def lines(self, path: Path, *names: str) -> list[dict[str, Any]]:
         """Return every readable line that has these keys. An unfinished last line is left out."""
@@ -184,7 +180,7 @@ def number(value: Any) -> float | None:
     try:
         # Records write nan and inf as text, which float() reads as well.
         found = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
     # inf - inf and nan - nan are nan, which does not equal 0.
     return found if found - found == 0 else None

@@ -17,7 +17,7 @@ from typing import Any
 
 from ortlaunch.cause import Cause
 from ortlaunch.errors import DamagedFile
-from ortlaunch.json_types import Json
+from ortlaunch.json_types import Json, parse_json, read_regular
 
 # Files of a checkpoint: its list of files with checksums, and the mark that it is complete.
 MANIFEST = "manifest.json"
@@ -367,15 +367,17 @@ def is_full(path: Path) -> bool:
     return False
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str | bytes) -> None:
     """Replace a file atomically: readers see the old text or the new one, never a part."""
+    # No encoding has half of a surrogate pair, which is a byte of a file's name.
+    data = text if isinstance(text, bytes) else text.encode(errors="backslashreplace")
     path.parent.mkdir(parents=True, exist_ok=True)
     # Not by tempfile, whose files only their owner can read, whatever the umask is. Mode "x" fails
     # for an existing file.
     name = path.parent / f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}"
     try:
-        with open(name, "x", encoding="utf-8") as file:
-            file.write(text)
+        with open(name, "xb") as file:
+            file.write(data)
             file.flush()
             # Otherwise a crash of the host could leave an empty file under the final name.
             os.fsync(file.fileno())
@@ -417,10 +419,10 @@ def read_text(path: Path) -> str:
     """Return the text of a file that ortlaunch wrote.
 
     Raises:
-        DamagedFile: the file is not UTF-8.
+        DamagedFile: the file is not UTF-8, or no regular file.
     """
     try:
-        return path.read_text(encoding="utf-8")
+        return read_regular(path).decode()
     except UnicodeDecodeError as error:
         raise DamagedFile(
             f"{path}: is damaged: not text ({error.reason} at byte {error.start})"
@@ -441,7 +443,7 @@ def read_json(path: Path, kind: type[Any] = dict) -> Any:
         DamagedFile: the file is not JSON, or its value has another type.
     """
     try:
-        value = json.loads(read_text(path))
+        value = parse_json(read_text(path))
     except json.JSONDecodeError as error:
         raise DamagedFile(f"{path}: is damaged: {_no_json(path, error)}") from None
     if not isinstance(value, kind):
@@ -497,8 +499,6 @@ def account(path: Path) -> Json:
 
 
 def _no_json(path: Path, error: json.JSONDecodeError) -> str:
-    return (
-        f"not JSON at line {error.lineno}, column {error.colno}"
-        if path.stat().st_size
-        else "it is empty"
-    )
+    if not path.stat().st_size:
+        return "it is empty"
+    return f"not JSON at line {error.lineno}, column {error.colno}: {error.msg}"

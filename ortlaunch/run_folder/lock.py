@@ -12,10 +12,11 @@ import errno
 import fcntl
 import json
 import os
+import stat
 import time
 
 from ortlaunch.errors import PlanError
-from ortlaunch.json_types import Json
+from ortlaunch.json_types import Json, parse_json
 from ortlaunch.process import Process, flock_holders
 from ortlaunch.rank import GRACE_SECONDS
 from ortlaunch.run_folder.folder import RunDir
@@ -52,6 +53,8 @@ class RunLock:
             return
         run.path.mkdir(parents=True, exist_ok=True)
         self._file = os.open(run.lock, os.O_RDWR | os.O_CREAT, 0o666)
+        if not stat.S_ISREG(os.fstat(self._file).st_mode):
+            raise PlanError(f"--run-dir {run}: {run.lock} is no regular file; remove it")
         if _begin(self._file, run):
             here = {**Process.this()._asdict(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
             os.ftruncate(self._file, 0)
@@ -124,8 +127,9 @@ def _holder(file: int) -> dict[str, object]:
 
     Empty while the command is writing it, or if the file has other contents.
     """
-    with contextlib.suppress(ValueError):
-        found = json.loads(os.pread(file, 4096, 0))
+    # OSError: it is no regular file.
+    with contextlib.suppress(ValueError, OSError):
+        found = parse_json(os.pread(file, 4096, 0))
         if isinstance(found, dict) and isinstance(found.get("pid"), int):
             return {name: found.get(name, "") for name in (*Process._fields, "since")}
     return {}
@@ -150,7 +154,7 @@ def _process(holder: Json) -> Process | None:
 def command_at(run: RunDir) -> Process | None:
     """Return the command that last locked the folder, alive or not; None if there was none."""
     with contextlib.suppress(FileNotFoundError):
-        file = os.open(run.lock, os.O_RDONLY)
+        file = os.open(run.lock, os.O_RDONLY | os.O_NONBLOCK)
         try:
             return _process(_holder(file))
         finally:

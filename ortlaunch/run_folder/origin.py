@@ -49,22 +49,23 @@ def origin(
         name: getattr(batch, name)
         for name in ("global_samples", "micro_samples", "accumulation_steps")
     }
+    packages = environment.get("packages")
     code = {name: environment.get(name) for name in ("ortlaunch", "python")}
     return {
         "format": _FORMAT,
         "recipe": recipe.model_dump(mode="json"),
         "world": {**world, **samples},
         "code": {**code, **(git or {"commit": None, "dirty": None})},
-        "packages": dict(environment.get("packages", {})),
+        "packages": packages if isinstance(packages, dict) else {},
     }
 
 
 def of_run(run: RunDir, recipe: Recipe) -> dict[str, object]:
     """Return the origin of the run in a folder, from the files written before its ranks started."""
     environment = read_json(run.environment) if run.environment.exists() else {}
-    started = json_lines(run.commands, "git").found
+    started = [line["git"] for line in json_lines(run.commands, "git").found]
     # The newest start is the one whose ranks write the checkpoint.
-    git = started[-1]["git"] if started else None
+    git = started[-1] if started and isinstance(started[-1], dict) else None
     # `max_steps` was derived from the epochs, so it is no setting of the user's.
     if recipe.train.epochs is not None:
         recipe = recipe.model_copy(

@@ -8,20 +8,12 @@ only.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass
-from typing import Any, TypeVar
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from typing import Any, TypeVar, get_type_hints
+
+from ortlaunch.json_types import fits
 
 _T = TypeVar("_T")
-_NONE = type(None)
-# Annotation of a field -> types that JSON gives for it. Fields of other types are not checked.
-_TYPES: dict[str, Any] = {
-    "str": str,
-    "int": int,
-    "float": (int, float),  # JSON writers may drop the fraction of 1.0
-    "bool": bool,
-    "str | None": (str, _NONE),
-    "int | None": (int, _NONE),
-}
 _TEXTS = "tuple[str, ...]"
 
 
@@ -51,21 +43,15 @@ def from_json(kind: type[_T], values: Mapping[str, Any]) -> _T:
     """
     known: list[Any] = [*fields(kind)]  # type: ignore[arg-type]
     found = {each.name: values[each.name] for each in known if each.name in values}
+    hints = get_type_hints(kind)
     for each in known:
-        if each.name in found and not fits(each.type, found[each.name]):
+        if each.name in found and not fits(hints[each.name], found[each.name]):
             raise TypeError(f"{each.name} is {found[each.name]!r:.80}")
     # JSON has no tuples.
     for each in known:
         if each.type == _TEXTS and each.name in found:
             found[each.name] = tuple(found[each.name])
     return kind(**found)
-
-
-def fits(annotation: str, value: Any) -> bool:
-    """Return whether a value from JSON has the type of a field."""
-    if annotation == _TEXTS:
-        return isinstance(value, list) and all(isinstance(each, str) for each in value)
-    return isinstance(value, _TYPES.get(annotation, object))
 
 
 @dataclass
@@ -81,6 +67,8 @@ class VocabularyRecord:
     its integers."""
     classes: int
     """Number of classes in the data; 0: none."""
+    tokenizer_files: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Size and CRC-32 of each file in tokenizer/, which are compared before it is used."""
 
 
 @dataclass

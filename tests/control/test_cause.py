@@ -14,6 +14,7 @@ import pytest
 from ortlaunch.cause import Cause, Failure
 from ortlaunch.run_folder.cause_text import advice, sentence, verdict
 from ortlaunch.run_folder.library_messages import cause_in, lost_a_peer
+from ortlaunch.run_folder.records import from_json
 
 PACKAGE = Path(__file__).parents[2] / "ortlaunch"
 RENDERED_BY = PACKAGE / "run_folder" / "cause_text.py"
@@ -136,7 +137,7 @@ def test_every_cause_has_words() -> None:
 def test_a_cause_of_another_version_is_unknown() -> None:
     """A record of a later version can be read; its unknown causes become UNKNOWN."""
     assert Cause("a later one") is Cause.UNKNOWN
-    assert Failure.from_json({"cause": "crash", "signal": 11, "later": 1}) == Failure(
+    assert from_json(Failure, {"cause": Cause.CRASH, "signal": 11, "later": 1}) == Failure(
         Cause.CRASH, signal=11
     )
 

@@ -9,11 +9,10 @@ import contextlib
 import os
 from pathlib import Path
 
+from ortlaunch.run_folder.file_sums import ABSENT, sum_of
 from ortlaunch.run_folder.folder import COMPLETE, MANIFEST, RunDir, write_json, write_text
-from ortlaunch.worker.checkpoint.manifest import sum_of
 
 # Errors that prove a file missing. Other read errors prove nothing about the file.
-ABSENT = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 
 
 def complete(run: RunDir, step: int, manifest: dict[str, object]) -> None:

@@ -22,8 +22,8 @@ import torch
 
 from ortlaunch.errors import CheckpointError
 from ortlaunch.json_types import Json
+from ortlaunch.run_folder.file_sums import File
 from ortlaunch.run_folder.folder import write_json
-from ortlaunch.worker.checkpoint.manifest import File
 from ortlaunch.worker.checkpoint.tensor_file import write_tensors
 from ortlaunch.worker.model.named_state import (
     STATE_TENSORS,

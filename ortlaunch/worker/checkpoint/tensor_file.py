@@ -18,7 +18,7 @@ import torch
 
 from ortlaunch.errors import CheckpointError, InputError
 from ortlaunch.json_types import Json
-from ortlaunch.worker.checkpoint.manifest import File, sum_of_blocks
+from ortlaunch.run_folder.file_sums import File, sum_of_blocks
 
 # The dtypes' names in the safetensors format.
 _DTYPES = {

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ortlaunch.errors import CheckpointError
 from ortlaunch.json_types import Json
+from ortlaunch.run_folder.file_sums import File, flushed
 from ortlaunch.run_folder.folder import (
     COMPLETE,
     MANIFEST,
@@ -24,7 +25,7 @@ from ortlaunch.run_folder.folder import (
 from ortlaunch.run_folder.origin import ORIGIN
 from ortlaunch.units import human
 from ortlaunch.worker.checkpoint.complete import complete
-from ortlaunch.worker.checkpoint.manifest import File, flushed, joined, manifest_of, newest
+from ortlaunch.worker.checkpoint.manifest import joined, manifest_of, newest
 from ortlaunch.worker.checkpoint.snapshot import Snapshot, take
 from ortlaunch.worker.engine.stepping import Stepper
 from ortlaunch.worker.process_group.distributed import DistributedContext

@@ -9,9 +9,10 @@ import re
 from pathlib import Path
 
 from ortlaunch.errors import CheckpointError
+from ortlaunch.run_folder.file_sums import difference
 from ortlaunch.run_folder.folder import MANIFEST, RunDir, read_json
-from ortlaunch.worker.checkpoint.complete import ABSENT, damage_of_mark
-from ortlaunch.worker.checkpoint.manifest import File, newest, sum_up
+from ortlaunch.worker.checkpoint.complete import damage_of_mark
+from ortlaunch.worker.checkpoint.manifest import newest
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
 # Set aside as step_N.broken, step_N.broken1 and so on.
@@ -122,24 +123,8 @@ def _damage_of_files(folder: Path, rank: int, ranks: int) -> list[str]:
     files = sorted(read_json(folder / MANIFEST)["files"].items())
     # Every `ranks`-th file, so that all ranks have about as many.
     return [
-        wrong for name, file in files[rank::ranks] if (wrong := _difference(folder / name, file))
+        wrong for name, file in files[rank::ranks] if (wrong := difference(folder / name, file))
     ]
-
-
-def _difference(path: Path, file: File) -> str:
-    try:
-        with open(path, "rb") as opened:
-            size = os.fstat(opened.fileno()).st_size
-            # The size first: a cut file is found without reading it.
-            if size != file["bytes"]:
-                return f"{path.name} has {size:,} bytes of {file['bytes']:,}"
-            return (
-                ""
-                if sum_up(opened) == file["crc32"]
-                else f"{path.name} differs from the file that was saved"
-            )
-    except ABSENT as error:
-        return f"{path.name}: {error.strerror}"
 
 
 def _free_name(folder: Path) -> Path:

@@ -17,6 +17,7 @@ from ortlaunch.model_tasks import MODEL_TASKS
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.data import Data as Fields
 from ortlaunch.recipe.fields.data import TokenizerTraining
+from ortlaunch.run_folder.file_sums import difference, files_below, flushed
 from ortlaunch.run_folder.folder import RunDir, read_json, write_json
 from ortlaunch.run_folder.records import VocabularyRecord, as_json
 from ortlaunch.run_folder.resume_record import ResumeRecord
@@ -48,11 +49,14 @@ def of_run(run: RunDir) -> Vocabulary | None:
     try:
         found = VocabularyRecord(**read_json(run.vocabulary))
         labels = {str(word): number for number, word in enumerate(found.labels)}
+        for name, file in found.tokenizer_files.items():
+            if wrong := difference(run.tokenizer / name, file):
+                raise DamagedFile(f"{run.tokenizer}: is damaged: {wrong}")
     except (DamagedFile, TypeError) as error:
         raise DamagedFile(
             f"{error if isinstance(error, DamagedFile) else f'{run.vocabulary}: is damaged: {error}'}. "
-            "Copy it from another run of this recipe and data, or delete it: it is then "
-            "rebuilt from the data, which must not have changed since the run began"
+            f"Copy it from another run of this recipe and data, or delete {run.vocabulary}: it is "
+            "then rebuilt from the data, which must not have changed since the run began"
         ) from error
     return Vocabulary(run.tokenizer if run.tokenizer.exists() else None, labels, found.classes)
 
@@ -102,12 +106,14 @@ def keep(
     if (
         run.complete_checkpoints()
         and run.vocabulary.exists()
-        and read_json(run.vocabulary) == as_json(record)
+        and {**read_json(run.vocabulary), "tokenizer_files": {}} == as_json(record)
     ):
         return
     shutil.rmtree(run.tokenizer, ignore_errors=True)
     if tokenizer is not None:
         tokenizer.save_pretrained(run.tokenizer)
+        names = [str(path.relative_to(run.tokenizer)) for path in files_below(run.tokenizer)]
+        record.tokenizer_files = flushed(run.tokenizer, names)
     write_json(run.vocabulary, as_json(record))
 
 

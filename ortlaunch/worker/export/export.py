@@ -12,6 +12,7 @@ import torch
 from ortlaunch.ortmodule.base.patching import without_package
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.export_records import DeviceArtifacts, OnnxCheck
+from ortlaunch.run_folder.file_sums import files_below
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker.data import LoadedData
 from ortlaunch.worker.engine.stepping import Stepper
@@ -95,14 +96,16 @@ FORMATS: dict[
 
 
 def follow_umask(folder: Path) -> None:
-    """Give all files of a folder the permissions of the umask."""
+    """Give all files of a folder the permissions of the umask, and flush them to the disk."""
     # safetensors writes files that only their owner can read. The umask can be read only by setting
     # it.
     umask = os.umask(0o077)
     os.umask(umask)
-    for path in folder.rglob("*"):
-        if path.is_file():
-            path.chmod(0o666 & ~umask)
+    for path in files_below(folder):
+        path.chmod(0o666 & ~umask)
+        # A summary or a folder's final name promises the files, also after a power failure.
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
 
 
 def _save_tensors(model: torch.nn.Module, path: str) -> None:

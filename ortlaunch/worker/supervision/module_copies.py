@@ -12,7 +12,7 @@ from types import ModuleType
 
 from ortlaunch.cache import cache_root
 from ortlaunch.errors import FileError
-from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.run_folder.folder import RunDir, write_text
 from ortlaunch.units import human
 
 # Bytes of one file, and of all: enough for source code, too little for data.
@@ -47,8 +47,7 @@ def copy_modules(run: RunDir, again: bool = False) -> list[str]:
                 notes.append(
                     f"{source} differs from the version that an earlier start of this run imported"
                 )
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(text)
+            write_text(target, text)
         room -= len(text or b"")
     return notes
 

@@ -142,7 +142,7 @@ def _train(
     engine.plain.hook("on_train_start", engine.stepper.numbers)
     if state.owes_evaluation:
         with meter.paused():
-            asked = _evaluate(session, state, saving, agreed, RankRequest.NOTHING, hook, metrics)
+            asked = _evaluate(session, state, saving, agreed, hook, metrics)
         # This step's checkpoint exists already.
         saving.best = best.kept_step(state.best)
         agreed.stopped = stop(session, asked, state.step)
@@ -168,9 +168,9 @@ def _train(
             or _due(state.step, recipe.train.evaluate_every_steps)
             or batches.completes(state.step, recipe.train.evaluate_every_epochs)
         )
-        if state.owes_evaluation:
+        if state.owes_evaluation and not asked.stops:
             with meter.paused():
-                asked = _evaluate(session, state, saving, agreed, asked, hook, metrics)
+                asked = max(asked, _evaluate(session, state, saving, agreed, hook, metrics))
 
         if asked or saving.is_due(state.step) or best.kept_step(state.best) == state.step:
             with meter.paused(), progress.during("saving a checkpoint"):
@@ -248,18 +248,13 @@ def _evaluate(
     state: TrainState,
     saving: checkpoint.Saving,
     agreed: Agreement,
-    asked: RankRequest,
     hook: Hook,
     metrics: Metrics | None,
 ) -> RankRequest:
-    """Run the evaluation of a step, unless a stop was or is requested (collective).
-
-    Returns:
-        The agreed request after it.
-    """
+    """Run the evaluation of a step, until its end or a stop; return the agreed request after it."""
     assert session.data.evaluation is not None
     with session.progress.during("evaluating"):
-        evaluated = None if asked.stops else evaluate(session, session.data.evaluation, agreed)
+        evaluated = evaluate(session, session.data.evaluation, agreed)
         if evaluated is not None:
             state.owes_evaluation = False
             _take_up(session, state, saving, evaluated)
@@ -267,7 +262,7 @@ def _evaluate(
                 metrics.write(state.step, evaluation_names(evaluated))
                 hook.on_evaluation(state.step, evaluated)
         # A request may have come during the evaluation.
-        return max(asked, agreed.now())
+        return agreed.now()
 
 
 def _take_up(

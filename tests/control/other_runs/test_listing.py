@@ -14,7 +14,8 @@ from ortlaunch.cause import Cause, Failure
 from ortlaunch.errors import InputError
 from ortlaunch.launch import JobState
 from ortlaunch.launch.record import JobRecord
-from ortlaunch.other_runs import registry
+from ortlaunch.other_runs import listing, registry
+from ortlaunch.other_runs.status import Status, read_status
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.resolve.prepare import prepare
 from ortlaunch.resolve.resolve import resolve
@@ -64,6 +65,21 @@ def test_filters(two: Any, filters: dict[str, str], names: set[str]) -> None:
     """Runs are listed by a part of their path, their state and a limit of a metric."""
     assert {run.path.name for run in runs(**filters)} == names
     assert len(runs(1)) == 1
+
+
+def test_a_run_that_cannot_be_read(
+    two: tuple[Run, Run], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever one run's folder holds, the other runs are listed, and that one is named."""
+
+    def read(run: RunDir, queue: Any) -> Status:
+        if run.path.name == "bad":
+            raise RecursionError("too deep")
+        return read_status(run, queue)
+
+    monkeypatch.setattr(listing, "read_status", read)
+    assert [run.path.name for run in runs()] == ["good"]
+    assert capsys.readouterr().err == f"left out: {two[0].path}: too deep\n"
 
 
 def test_wrong_filters(two: Any) -> None:

@@ -139,11 +139,14 @@ def test_json_comes_back(made: Plan) -> None:
 def test_every_field_is_in_the_json(field: str) -> None:
     """Every field is in the JSON: another value changes the text, and is read back."""
     made = PLANS["deepspeed"]
-    # Values of the field's type; other fields accept any text here.
+    # Values of the field's type; other fields are texts.
     other: dict[str, Any] = {
         "nodes": (Node("elsewhere", 4, 0, (0, 1, 2, 3)),),
         "memory": None,
         "deepspeed": None,
+        "task": "parity",
+        "threads": 99,
+        "grace_seconds": 99,
     }
     other |= {
         "batch": made.batch._replace(micro_samples=99),

@@ -139,6 +139,7 @@ parquet.write_table(pyarrow.table({"text": pyarrow.array([], pyarrow.string())})
             ": cannot be read as jsonl: Compressed file ended before",
         ),
         ("jsonl.gz", GOOD, ": cannot be read as jsonl: Not a gzipped file"),
+        ("jsonl.zip", GOOD, ": cannot be read as jsonl: File is not a zip file"),
         ("text.xz", lzma.compress(b"one\n\n\xff"), ":3: is not UTF-8"),
         ("parquet", NO_ROWS.getvalue(), ": has no rows"),
         ("text", b"one\n\ntwo\n\xff\xfe", ":4: is not UTF-8"),

@@ -7,7 +7,7 @@ import random
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -130,6 +130,43 @@ def test_a_resume_in_another_world_takes_the_same_samples(
         # As JSON, which a checkpoint is.
         positions = json.loads(json.dumps(of.passed(of.places_passed(end))))
         seen = of.places_passed(end)
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes | None]] = {
+    "empty": lambda data: b"",
+    "zero": lambda data: bytes(len(data)),
+    "cut": lambda data: data[: len(data) // 2],
+    "one bit": lambda data: bytes([data[0] ^ 1]) + data[1:],
+    "gone": lambda data: None,
+}
+
+
+@pytest.mark.parametrize("ending", [".u32", ".ends", ".json"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_windows_after_a_power_failure(
+    damage: str,
+    ending: str,
+    whole: list[Taken],
+    shards: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Windows that are not what was written are written again, and the run says so."""
+    of = batches(stream(shards / "*.txt", tmp_path))
+    assert trained(of, range(3)) == whole[:3]
+    positions = of.passed(of.places_passed(3))
+    waiting = [path for path in tmp_path.rglob(f"*{ending}") if path.stem >= "000000002"]
+    assert waiting
+    for path in waiting:
+        data = DAMAGES[damage](path.read_bytes())
+        path.unlink()
+        path.write_bytes(data) if data is not None else None
+    of = batches(stream(shards / "*.txt", tmp_path))
+    of.go_on(3, of.places_passed(3))
+    of.seek(positions)
+    assert trained(of, range(3, 20)) == whole[3:20]
+    said = "its tokens are not as they were written" in capfd.readouterr().out
+    assert said or ending == ".json"
 
 
 def test_a_resume_opens_one_file(

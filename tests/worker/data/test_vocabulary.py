@@ -156,6 +156,30 @@ def test_a_trained_tokenizer_stays(tmp_path: Path) -> None:
     assert len(LoadedData(chosen, vocabulary=of_run(run)).tokenizer) == len(first.tokenizer)
 
 
+@pytest.mark.parametrize("damage", [b"", b"{", None], ids=["empty", "cut", "zeros"])
+def test_a_damaged_tokenizer_names_its_remedy(tmp_path: Path, damage: bytes | None) -> None:
+    """A tokenizer that is not what the training wrote is an error with file and remedy."""
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("\n\n".join(f"the {i % 7} cats saw {i % 5} dogs" for i in range(90)))
+    chosen = recipe(
+        "masked-lm", {"config": BERT}, {"train": {"format": "text", "path": [str(corpus)]}}
+    )
+    run = RunDir(tmp_path / "run")
+    run.checkpoint(2).mkdir(parents=True)
+    (run.checkpoint(2) / "COMPLETE").touch()
+    keep(run, chosen, LoadedData(chosen).tokenizer, [], 0)
+    before = run.vocabulary.stat().st_mtime_ns
+    # The next start leaves it alone.
+    keep(run, chosen, None, [], 0)  # type: ignore[arg-type]
+    assert (of_run(run) is not None, run.vocabulary.stat().st_mtime_ns) == (True, before)
+    file = run.tokenizer / "tokenizer.json"
+    file.write_bytes(bytes(file.stat().st_size) if damage is None else damage)
+    with pytest.raises(
+        DamagedFile, match=r"tokenizer: is damaged: tokenizer\.json .*delete .*vocabulary\.json"
+    ):
+        of_run(run)
+
+
 def test_a_run_that_goes_on_from_another(tmp_path: Path) -> None:
     """A run that resumes from another run's checkpoint uses that run's vocabulary."""
     other = RunDir(tmp_path / "other")

@@ -32,6 +32,7 @@ from ortlaunch.worker.data.streams.writer import (
     Streamed,
     StreamWriter,
     Window,
+    is_intact,
     path_of,
     read_window,
 )
@@ -224,8 +225,12 @@ class StreamedSamples:
         """Add the written window of a place to those known; return whether there is one."""
         # Usually the next one. This rank may have needed no sample of several windows.
         paths = itertools.chain([path_of(self._folder, number)], self._folder.glob("*.json"))
-        for found in filter(None, map(read_window, paths)):
-            if found.begin.first <= place < found.after.first:
+        for path in paths:
+            found = read_window(path)
+            if found is None or not found.begin.first <= place < found.after.first:
+                continue
+            # One that is not intact is written again.
+            if is_intact(path):
                 bisect.insort(self._windows, found, key=lambda each: each.begin.first)
                 return True
         return False

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from ortlaunch.errors import DamagedFile, InputError
 from ortlaunch.recipe.fields.data import Corpus
+from ortlaunch.run_folder.file_sums import difference, flushed
 from ortlaunch.run_folder.folder import is_temporary, read_json, write_json, write_text
 from ortlaunch.worker.data.corpus import texts_of
 from ortlaunch.worker.data.order import permutation
@@ -35,6 +36,8 @@ _BYTES = 4
 # Windows that the buffer has at least: one is read, one waits, one is written, one is deleted.
 LEAST_WINDOWS = 4
 _POLL_SECONDS = 0.05
+# Errors of a record that somebody has changed.
+_DAMAGED = (DamagedFile, TypeError, KeyError, AttributeError)
 
 
 class Position(NamedTuple):
@@ -90,8 +93,18 @@ def read_window(path: Path) -> Window | None:
     try:
         found = read_json(path)
         return Window(Position(*found["begin"]), Position(*found["after"]))
-    except (FileNotFoundError, DamagedFile):
+    except (FileNotFoundError, *_DAMAGED):
         return None
+
+
+def is_intact(path: Path) -> bool:
+    """Return whether the files of a window are as its record has them, after a power failure."""
+    try:
+        files = read_json(path)["files"]
+        return not any(difference(path.with_name(name), file) for name, file in files.items())
+    # Another process may just delete the window.
+    except (FileNotFoundError, *_DAMAGED):
+        return False
 
 
 @dataclass
@@ -168,8 +181,12 @@ class StreamWriter:
             required = self.demand.required
             present = self.demand.present
             self._delete(present - 1)
-            known = read_window(path_of(self.folder, position.number))
-            if known is not None:
+            path = path_of(self.folder, position.number)
+            known = read_window(path)
+            if known is not None and not is_intact(path):
+                print(f"{path}: its tokens are not as they were written; written again", flush=True)
+                path.unlink(missing_ok=True)
+            elif known is not None:
                 position = known.after
                 source = None
             elif self._is_full(position, present, required):
@@ -202,7 +219,9 @@ class StreamWriter:
                 partial = path_of(self.folder, window.begin.number, f"{ending}.partial")
                 values.tofile(partial)
                 partial.replace(path_of(self.folder, window.begin.number, ending))
-            write_json(path_of(self.folder, window.begin.number), window._asdict())
+            path = path_of(self.folder, window.begin.number)
+            files = flushed(self.folder, [path.with_suffix(end).name for end in (TOKENS, ENDS)])
+            write_json(path, {**window._asdict(), "files": files})
             yield window
 
 
