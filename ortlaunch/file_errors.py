@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import site
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,7 @@ _CAUSES = {
     errno.ENOSPC: _NO_SPACE,
     errno.EDQUOT: _NO_SPACE,
     errno.EIO: "the disk or its server has a fault",
+    errno.ESTALE: "the disk or its server has a fault",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
     errno.ENFILE: "this machine has too many open files",
     errno.EAGAIN: "raise the limit of processes (ulimit -u)",
@@ -35,7 +37,15 @@ _CAUSES = {
     errno.EEXIST: "it is a file where a folder should be",
 }
 # Not the user's fault, so the exit status is 1 and not 2: a scheduler may try again.
-_OF_THE_MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.EAGAIN)
+_OF_THE_MACHINE = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EIO,
+    errno.ESTALE,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.EAGAIN,
+)
 
 
 def explained(error: OSError, option: str = "--run-dir") -> FileError | None:
@@ -53,7 +63,9 @@ def explained(error: OSError, option: str = "--run-dir") -> FileError | None:
         return None
     path = None if error.filename is None else os.fsdecode(error.filename)
     what = ": ".join(filter(None, (path, error.strerror or type(error).__name__)))
-    said = [what, cause, path and _elsewhere(path, option)]
+    # Nobody chooses another folder for the file of a package.
+    movable = path is not None and not _below(path, *map(Path, site.getsitepackages()))
+    said = [what, cause, _elsewhere(str(path), option) if movable else None]
     return FileError("; ".join(filter(None, said)), 1 if error.errno in _OF_THE_MACHINE else 2)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from ortlaunch.errors import InputError, PlanError
+from ortlaunch.errors import DamagedFile, InputError, PlanError
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.rules.resume_rules import NAMES, Change, leaves
 from ortlaunch.resolve import provenance
@@ -122,8 +122,20 @@ def incomplete(folder: Path) -> Iterator[str]:
 
 
 def _source(run: RunDir) -> Path | None:
-    """Return the origin of this folder's run, as its first start recorded it."""
-    found = ResumeRecord.read(run).source
+    """Return the origin of this folder's run, as its first start recorded it.
+
+    Raises:
+        DamagedFile: the record cannot be read, and no checkpoint stands for it.
+    """
+    try:
+        found = ResumeRecord.read(run).source
+    except DamagedFile as error:
+        if run.complete_checkpoints():
+            print(f"{error}; it is written again", flush=True)
+            return None
+        raise DamagedFile(
+            f"{error}; delete it, and give --resume again if the run began from another one"
+        ) from None
     return Path(found) if found else None
 
 

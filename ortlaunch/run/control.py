@@ -110,6 +110,6 @@ def _train(
         last = with_verdict(run, end) if failed else end.text + took
         if end.stopped or not failed:
             last = with_next(last, whole.typed, whole.file.recipe, run, end.stopped)
-        file.end(end.status, last, end.failure, stopped)
+        file.end(end.status, last, end.failure, stopped or end.stopped)
     print(last, file=sys.stderr if end.status else sys.stdout, flush=True)
     return end.status

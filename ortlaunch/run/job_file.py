@@ -102,7 +102,7 @@ class JobFile:
         """Record the end of the run.
 
         Args:
-            stopped: whether a signal to this process stopped it, as for `ortlaunch cancel`.
+            stopped: whether a signal or a request stopped it, as `ortlaunch cancel`.
         """
         state = (
             JobState.CANCELLED

@@ -126,6 +126,6 @@ def finished(resolved: ResolvedRun, run: RunDir, options: ResumeOptions) -> str 
 def record_finished(run: RunDir) -> None:
     """Record that the run is complete."""
     job = JobRecord.read(run)
-    # The earlier command was killed after its ranks had ended, so job.json still has it running.
-    if job is not None and job.backend in LAUNCHERS and not job.state.is_end:
+    # The earlier command was killed after the last step: job.json has it running, or failed.
+    if job is not None and job.backend in LAUNCHERS and job.state is not JobState.SUCCEEDED:
         job.at_end(JobState.SUCCEEDED, 0, f"done: {run}").write(run)

@@ -154,9 +154,9 @@ class StoppedEarly:
     """`min` or `max`: the better direction."""
     evaluations: int
     """Number of consecutive evaluations without improvement."""
-    value: float
-    """Best value of the metric."""
-    step: int
+    value: float | None
+    """Best value of the metric; null: no evaluation had a finite one."""
+    step: int | None
     """Optimizer step of the best value."""
 
 

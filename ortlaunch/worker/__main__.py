@@ -8,7 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from ortlaunch.errors import InputError, LaunchError, printable
+from ortlaunch.errors import FileError, InputError, LaunchError, printable
 from ortlaunch.file_errors import of_ours
 from ortlaunch.launch_plan import Plan
 from ortlaunch.rank import Rank
@@ -34,8 +34,9 @@ def main() -> int:
             raise LaunchError(
                 f"no {run.plan} on this host; is the run folder on a disk that all hosts share?"
             )
-        return watch(rank, run, of_ours(run.path)(functools.partial(live, run, rank)))
-    except (InputError, LaunchError) as error:
+        with of_ours(run.path):
+            return watch(rank, run, of_ours(run.path)(functools.partial(live, run, rank)))
+    except (InputError, LaunchError, FileError) as error:
         print(f"ortlaunch: {printable(str(error))}", file=sys.stderr)
         return error.exit_status
 

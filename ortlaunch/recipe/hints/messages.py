@@ -77,6 +77,9 @@ def missing(path: KeyPath) -> str:
 
 def wrong(path: KeyPath, details: ErrorDetails, written: Tree | None) -> str:
     """Return the message about a value of the wrong type, or out of bounds."""
+    if details["loc"][-1] == "[key]" and (words := choices(path[:-1])):
+        guess = _guess(closest(str(path[-1]), words))
+        return f"unknown key; valid here: {', '.join(words)}{guess}"
     raw = (written.raw if written else None) or str(details["input"])
     is_preference = path == ("model", "task") and normal(raw) in PREFERENCES
     wanted = NO_PREFERENCES if is_preference else _wanted(path, details, raw)

@@ -66,6 +66,8 @@ class Saving:
         self.completes_pass: Callable[[int], bool] = lambda step: False
         self.best: int | None = None
         """The step of the best checkpoint, which is kept (checkpoint.keep_best)."""
+        # Names of buffers that have nan at the begin, as a mark of their own.
+        self.nan_buffers: set[str] = set()
         self.tried = time.monotonic()
         # `async` is a keyword of Python.
         chosen = getattr(self.policy, "async")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock
 
-from ortlaunch.cache import cache_folder, renew
+from ortlaunch.cache import cache_folder, note, renew
 from ortlaunch.errors import InputError, first_line
 from ortlaunch.recipe.fields.data import Data, TokenizerTraining, is_chat
 from ortlaunch.recipe.fields.prompts import CHAT_TEMPLATES
@@ -32,6 +33,8 @@ _BERT_WORDS = {
 }
 # The library's default limit: rarer characters would fill the vocabulary.
 _MOST_LETTERS = 1000
+# What both trainers take for the begin of one word, as in base64 or in a text without blanks.
+_LONG_WORD = re.compile(r"\w{1000}|[^\w\s]{1000}")
 _LLAMA_WORDS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "</s>"}
 
 
@@ -148,10 +151,16 @@ def _train_into(folder: Path, data: Data, training: TokenizerTraining) -> list[P
 def _texts(data: Data) -> Iterator[str]:
     """Yield the texts of all sources, one source after the other; weights do not matter."""
     for part in data.parts:
-        if is_chat(part.source):
-            yield from chat_texts(part.source)
-        else:
-            yield from (text for text, _ in documents_read(part.source, lists=True))
+        for text in (
+            chat_texts(part.source)
+            if is_chat(part.source)
+            else (text for text, _ in documents_read(part.source, lists=True))
+        ):
+            # The training's time grows with the square of a word's length.
+            cut, count = _LONG_WORD.subn(r"\g<0> ", text)
+            if count:
+                note("data.tokenizer: words of more than 1,000 characters were cut to train it")
+            yield cut
 
 
 def _wordpiece(data: Data, vocab_size: int) -> PreTrainedTokenizerBase:

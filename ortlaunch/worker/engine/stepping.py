@@ -20,6 +20,7 @@ from unittest import mock
 import torch
 from torch import nn
 
+from ortlaunch.errors import InputError
 from ortlaunch.json_types import Json
 from ortlaunch.ortmodule.base.patching import without_package
 from ortlaunch.ortmodule.deepspeed.sum_of_squares import sum_of_squares
@@ -356,6 +357,11 @@ def _set_rates(optimizer: Any, rates: Sequence[float]) -> None:
 
 def _weighted(loss: torch.Tensor, factor: float) -> torch.Tensor:
     """Return loss x factor in float32 or wider; return the loss itself if the factor is 1."""
+    if not loss.requires_grad:
+        raise InputError(
+            "the loss that the model returns has no gradient: it is detached, whole numbers, or "
+            "computed under torch.no_grad; return the loss as it was computed"
+        )
     # A forked child that went on would write metrics and checkpoints and communicate with the other
     # ranks, beside its parent.
     if Requests.is_forked_child:

@@ -35,6 +35,8 @@ from ortlaunch.worker.training.finish import export_unsaved, finish
 from ortlaunch.worker.training.finite import (
     bad_losses,
     bad_step,
+    nan_buffers,
+    require_buffers,
     require_finite_loss,
     require_finite_weights,
 )
@@ -202,6 +204,7 @@ def _saving(
         session.identity,
     )
     saving.best = best.kept_step(state.best)
+    saving.nan_buffers = {*nan_buffers(session.model)}
     saving.completes_pass = lambda step: session.batches.completes(step, every)
     saving.completed = completed
     model = session.engine.plain.model
@@ -269,7 +272,8 @@ def _take_up(
     session: Session, state: TrainState, saving: checkpoint.Saving, evaluated: dict[str, float]
 ) -> None:
     """Record the best evaluation, and end the training if no better one is expected."""
-    for each in best.without(session.recipe, evaluated) if session.group.rank == 0 else ():
+    notes = best.without(session.recipe, evaluated) + best.not_finite(session.recipe, evaluated)
+    for each in notes if session.group.rank == 0 else ():
         print(f"{each}: this one is not the best", flush=True)
     best.record(session.recipe, state.best, state.step, evaluated)
     if best.stops_early(session.recipe, state.step, state.best):
@@ -286,6 +290,7 @@ def _save(
     """Save a checkpoint; return the agreed request after it."""
     with saved_for(session, saving, asked):
         require_finite_weights(state.step, session.engine.stepper.weights())
+        require_buffers(state.step, session.model, saving.nan_buffers)
         saving.save(state.step, asdict(state), asked)
     # A save in the background fulfils no request.
     asked = max(asked, agreed.saved() if saving.answers(asked) else agreed.now())

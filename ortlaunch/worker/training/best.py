@@ -26,19 +26,34 @@ Memory = dict[str, Json]
 
 
 def record(recipe: Recipe, memory: Memory, step: int, evaluated: dict[str, float]) -> None:
-    """Update the memory with an evaluation; a value that is absent or not finite is never best."""
+    """Update the memory with an evaluation; a value that is absent or not finite is never best.
+
+    Before the first finite value, the best one and its step are None.
+    """
     for wish, asked in _wishes(recipe):
         value = evaluated.get(asked.metric, math.nan)
         before = memory.get(wish)
+        found: Json = {"metric": asked.metric, "mode": asked.direction}
         if math.isfinite(value) and (
-            before is None or _is_better(value, before["value"], asked.direction)
+            before is None
+            or before["value"] is None
+            or _is_better(value, before["value"], asked.direction)
         ):
-            memory[wish] = {
-                "metric": asked.metric, "mode": asked.direction, "value": value, "step": step, "since": 0
-            }  # fmt: skip
-        elif before is not None:
+            memory[wish] = {**found, "value": value, "step": step, "since": 0}
+        else:
             # `since` counts evaluations after the best one, for train.stop_after.
+            before = before or {**found, "value": None, "step": None, "since": 0}
             memory[wish] = {**before, "since": before["since"] + 1}
+
+
+def not_finite(recipe: Recipe, evaluated: dict[str, float]) -> list[str]:
+    """Return a sentence for the loss, and for each request's metric, that is inf or nan."""
+    judged = dict.fromkeys(["loss", *(asked.metric for _, asked in _wishes(recipe))])
+    return [
+        f"this evaluation's {name} is {evaluated[name]}"
+        for name in judged
+        if not math.isfinite(evaluated.get(name, 0.0))
+    ]
 
 
 def without(recipe: Recipe, evaluated: dict[str, float]) -> list[str]:
@@ -111,9 +126,11 @@ def stops_early(recipe: Recipe, step: int, memory: Memory) -> str | None:
         or found["since"] < asked.evaluations
     ):
         return None
+    early = f"stopped early after step {step} of {recipe.train.steps} (train.stop_after)"
+    if found["value"] is None:
+        return f"{early}: {asked.metric} was not finite in {found['since']} evaluations"
     return (
-        f"stopped early after step {step} of {recipe.train.steps} (train.stop_after): "
-        f"{asked.metric} was best, {found['value']:.6g}, after step {found['step']}, "
+        f"{early}: {asked.metric} was best, {found['value']:.6g}, after step {found['step']}, "
         f"{found['since']} evaluations ago"
     )
 

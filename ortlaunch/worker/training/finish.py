@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from ortlaunch.errors import CheckpointError, LastSaveError
+from ortlaunch.errors import CheckpointError, LastSaveError, NonFiniteError
 from ortlaunch.evaluation_metrics import METRICS
 from ortlaunch.planning.prediction import cached, record_step
 from ortlaunch.recipe import Recipe
@@ -20,7 +21,7 @@ from ortlaunch.run_folder.records import (
     Summary,
     as_json,
 )
-from ortlaunch.units import duration, human
+from ortlaunch.units import duration, human, number
 from ortlaunch.worker.checkpoint import failures, load, samples_seen
 from ortlaunch.worker.checkpoint.saving import KEEP
 from ortlaunch.worker.checkpoint.verify import damage
@@ -53,6 +54,8 @@ def finish(session: Session, step: int, memory: best.Memory) -> None:
         # Before the export, which switches the chunked loss off.
         steps = _steps(session) if group.rank == 0 else {}
         _export(session)
+        if wrong := group.gather(_not_judged(recipe, run, memory))[0]:
+            raise NonFiniteError(f"{wrong}; {run.export} has the weights after step {step}")
         trained = engine.memory.records > 0
         lines = [memory_line(used)] if trained else []
         if group.rank == 0:
@@ -114,7 +117,7 @@ def _take_best(session: Session, memory: best.Memory) -> BestEvaluation | None:
     """Return the best evaluation if `keep_best` is set. With its `export`, load those weights."""
     asked = session.recipe.checkpoint.keep_best
     found = memory.get(KEEP)
-    if asked is None or found is None:
+    if asked is None or found is None or found["step"] is None:
         return None
     if asked.export:
         folder = session.run.checkpoint(found["step"])
@@ -124,6 +127,21 @@ def _take_best(session: Session, memory: best.Memory) -> BestEvaluation | None:
             )
         load(folder, session.engine.stepper.named_state(), session.group)
     return BestEvaluation(found["metric"], found["value"], found["step"], asked.export)
+
+
+def _not_judged(recipe: Recipe, run: RunDir, memory: best.Memory) -> str:
+    """Return why the evaluations do not judge the exported weights; "" if they do."""
+    asked = recipe.checkpoint.keep_best
+    found = memory.get(KEEP)
+    if asked and found and found["step"] is None:
+        return (
+            f"checkpoint.keep_best: no evaluation had a finite {asked.metric}, so none is the best"
+        )
+    if asked and found and asked.export:
+        return ""
+    last = {name: value for record in records(run) for name, value in record.items()}
+    loss = number(last.get("evaluation_loss", 0))
+    return "" if loss is None or math.isfinite(loss) else f"the last evaluation's loss is {loss}"
 
 
 def _early(recipe: Recipe, step: int, memory: best.Memory) -> StoppedEarly | None:

@@ -147,6 +147,23 @@ def require_finite_weights(step: int, weights: Named) -> None:
         )
 
 
+def nan_buffers(model: torch.nn.Module) -> Iterator[str]:
+    """Yield the name of each buffer of a model that has nan; masks have inf."""
+    for name, tensor in model.named_buffers():
+        if tensor.is_floating_point() and tensor.isnan().any():
+            yield name.removeprefix("model.")
+
+
+def require_buffers(step: int, model: torch.nn.Module, known: set[str]) -> None:
+    """Check the buffers of a model after `step` steps, such as statistics of a normalization.
+
+    Raises:
+        NonFiniteError: a buffer has nan and is not known to have it.
+    """
+    if name := next((name for name in nan_buffers(model) if name not in known), None):
+        raise NonFiniteError(f"step {step}: the buffer {name} has nan after this step\n{_END}")
+
+
 _NOT_AGAIN = (
     "a repetition of this step has finite gradients: the model draws random numbers or keeps state"
 )

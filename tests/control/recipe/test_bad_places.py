@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shlex
+import site
 import subprocess
 import sys
 from pathlib import Path
@@ -142,6 +143,13 @@ def test_what_is_said(
     assert found is not None
     assert said in str(found)
     assert found.exit_status == status
+
+
+def test_a_packages_file_cannot_be_elsewhere() -> None:
+    """No option is offered for the file of an installed package."""
+    path = str(Path(site.getsitepackages()[0], "torch", "x.so"))
+    found = explained(OSError(errno.EIO, "Input/output error", path))
+    assert str(found) == f"{path}: Input/output error; the disk or its server has a fault"
 
 
 def test_a_failed_write_names_the_file_itself(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from ortlaunch.api.submission import Submission
-from ortlaunch.errors import InputError, PlanError
+from ortlaunch.errors import DamagedFile, InputError, PlanError
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe.rules import resume_rules
 from ortlaunch.recipe.rules.resume_rules import NAMES, OTHER_RULES, RULES, rule_of
@@ -248,6 +248,21 @@ def applied(choice: str, run: RunDir = RUN) -> dict[str, Any]:
     made = resolved()
     resume.apply(run, made.command, resume.beginning(run, made, None, options))
     return dict(json.loads(run.resume.read_text()))
+
+
+@pytest.mark.parametrize("damage", ["", "{", "\0" * 40, '{"source": 3}'])
+def test_a_damaged_record_of_the_last_start(
+    damage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run with a checkpoint goes on without the record; another one names the remedy."""
+    write_text(RUN.resume, damage)
+    with pytest.raises(
+        DamagedFile, match=r"^mine/resume\.json: is damaged: .*; delete it, and give --resume again"
+    ):
+        says()
+    save(RUN, 2)
+    assert says()[0] == "continuing after step 2 from mine/checkpoints/step_00000002"
+    assert "; it is written again" in capsys.readouterr().out
 
 
 def test_never_keeps_what_was_there_aside() -> None:

@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
+from ortlaunch.launch import JobState
+from ortlaunch.launch.record import JobRecord
 from ortlaunch.recipe import load
 from ortlaunch.run.finished import nothing_left, with_next
+from ortlaunch.run.preparation import record_finished
 from ortlaunch.run_folder.folder import RunDir, write_json
 from tests.makers import OWN_MODULE, recipe
 
@@ -25,6 +28,18 @@ def ended(tmp_path: Path) -> RunDir:
         run.checkpoint(step).mkdir(parents=True)
         (run.checkpoint(step) / "COMPLETE").touch()
     return run
+
+
+@pytest.mark.parametrize("state", list(JobState))
+def test_a_complete_run_has_succeeded(state: JobState, ended: RunDir) -> None:
+    """A start with nothing left to train records the success, whatever the start before recorded."""
+    before = JobRecord.of_this_process("local", JobState.RUNNING)
+    (before.at_end(state, 137, "killed") if state.is_end else before).write(ended)
+    record_finished(ended)
+    found = JobRecord.read(ended)
+    assert found is not None
+    assert (found.state, found.exit_status in (0, 137)) == (JobState.SUCCEEDED, True)
+    assert found.exit_status == (137 if state is JobState.SUCCEEDED else 0)
 
 
 @pytest.mark.parametrize(

@@ -140,6 +140,21 @@ def test_bpe_is_byte_level(corpus: Path) -> None:
     )
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["wordpiece", "bpe"])
+@pytest.mark.parametrize("sign", ["letters", "="])
+def test_a_word_without_end(kind: str, sign: str, corpus: Path) -> None:
+    """A text without blanks is cut into words for the training, which else takes hours."""
+    draw = random.Random(0)
+    word = "".join(draw.choices("abcdefghij", k=200_000)) if sign == "letters" else 200_000 * sign
+    corpus.write_text(word)
+    made = load_tokenizer(data(corpus, {"train": kind, "vocab_size": 420}))
+    assert len(made) <= 420
+    assert {*take_notes()} == {
+        "data.tokenizer: words of more than 1,000 characters were cut to train it"
+    }
+
+
 def test_trained_once(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tokenizer is trained once for each corpus and vocabulary size."""
     trained = []

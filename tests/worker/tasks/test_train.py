@@ -22,11 +22,13 @@ from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker.checkpoint import saving as savings
 from ortlaunch.worker.data import Batches, OwnSamples, collate
+from ortlaunch.worker.engine.memory_use import MemoryUse
 from ortlaunch.worker.process_group.agreement import agreement
 from ortlaunch.worker.supervision.requests import RankRequest
 from ortlaunch.worker.tasks import train as training
 from ortlaunch.worker.tasks.train import run as run_task
 from ortlaunch.worker.training.checkpoint_exports import CheckpointExports
+from tests.makers import recipe
 from tests.training import SHARDINGS, records, session_here, train_here
 
 STEPS = {"max_steps": 6}
@@ -416,6 +418,100 @@ def test_what_a_checkpoint_cannot_hold(how: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=f"{name} is {kind}, which a checkpoint cannot store"):
         train_here(tmp_path, model, ROWS, train={"max_steps": 2})
     assert not RunDir(tmp_path).metrics.exists()
+
+
+NAN_ROWS = [{**row, "y": torch.tensor(torch.nan)} for row in ROWS[:4]]
+KEEP_BEST = {"keep_best": {"metric": "loss"}, "every_minutes": None}
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "rows", "message"),
+    [
+        ({}, NAN_ROWS, "the last evaluation's loss is nan"),
+        (
+            KEEP_BEST,
+            NAN_ROWS,
+            "checkpoint.keep_best: no evaluation had a finite loss, so none is the best",
+        ),
+    ],
+)
+def test_a_training_that_nan_judges(
+    checkpoint: Any,
+    rows: Any,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Weights that no finite evaluation has judged are exported, and the run is no success."""
+    monkeypatch.setattr("ortlaunch.worker.tasks.train.announce", lambda session: None)
+    train = {"max_steps": 4, "evaluate_every_steps": 2}
+    for _ in range(2):
+        session = session_here(
+            tmp_path, Line(), ROWS, evaluation=rows, train=train, checkpoint=checkpoint
+        )
+        session.engine.memory = MemoryUse(session.group.device, session.model)
+        with pytest.raises(NonFiniteError) as caught:
+            run_task(session)
+        assert str(caught.value) == f"{message}; {session.run.export} has the weights after step 4"
+        assert session.run.export.exists()
+        # The next start must not take the run for a complete one.
+        assert not session.run.summary.exists()
+    assert (
+        capsys.readouterr().out.count("this evaluation's loss is nan: this one is not the best")
+        == 2
+    )
+
+
+def test_nan_ends_a_training_early(tmp_path: Path) -> None:
+    """Evaluations that are nan from the first one on do not improve, either."""
+    early = {"metric": "loss", "evaluations": 2}
+    train = {"max_steps": 9, "evaluate_every_steps": 2, "stop_after": early}
+    found = train_here(tmp_path, Line(), ROWS, evaluation=NAN_ROWS, train=train)
+    assert found.state.step == 4
+    assert training.best.stops_early(recipe(train=train), 4, found.state.best) == (
+        "stopped early after step 4 of 9 (train.stop_after): loss was not finite in 2 evaluations"
+    )
+
+
+class Statistics(Line):
+    """A model with a buffer that has nan from the begin on, and one that gets it in step 3."""
+
+    def __init__(self, spoils: bool) -> None:
+        super().__init__()
+        self.register_buffer("unset", torch.full((2,), torch.nan))
+        self.register_buffer("mask", torch.full((2,), -torch.inf))
+        self.register_buffer("seen", torch.zeros(()))
+        self.spoils = spoils
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        if self.spoils and self.seen == 3:
+            self.seen.fill_(torch.nan)
+        return super().forward(x, y)
+
+
+def test_a_buffer_that_gets_nan_is_not_shipped(tmp_path: Path) -> None:
+    """No checkpoint is written of a buffer that gets nan; a mask, or a mark of nan, is fine."""
+    sections: Any = {"train": {"max_steps": 4}, "checkpoint": {"every_steps": 2}}
+    train_here(tmp_path / "good", Statistics(False), ROWS, **sections)
+    with pytest.raises(NonFiniteError, match="step 4: the buffer seen has nan after this step\n"):
+        train_here(tmp_path / "bad", Statistics(True), ROWS, **sections)
+    assert [step for step, _ in RunDir(tmp_path / "bad").complete_checkpoints()] == [2]
+
+
+@pytest.mark.parametrize("how", ["detached", "whole numbers", "no_grad"])
+def test_a_loss_without_a_gradient(how: str, tmp_path: Path) -> None:
+    """A loss without a gradient is an error of the user's model, with the remedy."""
+
+    class Model(Line):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            with torch.set_grad_enabled(how != "no_grad"):
+                loss = super().forward(x, y)
+            return loss.detach() if how == "detached" else loss.long() if how[0] == "w" else loss
+
+    with pytest.raises(InputError, match="the loss that the model returns has no gradient: it is"):
+        train_here(tmp_path, Model(), ROWS, train=STEPS)
 
 
 class Evaluations:
