@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +37,14 @@ def export(
     with stepper.whole_weights():
         if group.rank == 0:
             run.export.mkdir(parents=True, exist_ok=True)
-            huggingface(recipe, run.export, trained, data)
+            try:
+                huggingface(recipe, run.export, trained, data)
+            # safetensors has an error of its own for a full disk, which names no file.
+            except Exception as error:
+                if "os error 28" not in str(error):
+                    raise
+                full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(run.export))
+                raise full from error
     group.barrier()
 
 

@@ -5,6 +5,7 @@ Rank 0 only.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping
 from dataclasses import fields
@@ -68,7 +69,9 @@ class Metrics:
 
     def close(self, failed: bool = False) -> None:
         """Close the file and the trackers; `failed`: whether an error ended the training."""
-        self.file.close()
+        # After a failed write, its error comes again.
+        with contextlib.suppress(*([OSError] if failed else [])):
+            self.file.close()
         for tracker in self.trackers:
             tracker.close(failed)
 
