@@ -14,9 +14,9 @@ import yaml
 
 from ortlaunch import doctor, start
 from ortlaunch.errors import LaunchError, MissingDependency, PlanError, RecipeError
-from ortlaunch.launch_plan import Plan
 from ortlaunch.launch import JobState, Request
 from ortlaunch.launch.record import JobRecord
+from ortlaunch.launch_plan import Plan
 from ortlaunch.ortmodule.build import extensions
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.rank import Rank

@@ -95,7 +95,7 @@ def test_a_failed_write_is_raised_once(tmp_path: Path) -> None:
     """After a failed write, the end of a failed training raises no second error in its place."""
     metrics = Metrics(recipe(), RunDir(tmp_path), 0)
     metrics.file.close()
-    metrics.file = Path("/dev/full").open("a", buffering=1)
+    metrics.file = Path("/dev/full").open("a", buffering=1)  # noqa: SIM115
     with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
         metrics.write(1, {"loss": 1.0})
     metrics.close(failed=True)
