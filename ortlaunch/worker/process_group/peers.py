@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import ipaddress
 import os
 import re
-import socket
-import struct
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -22,23 +19,22 @@ import torch.distributed.distributed_c10d as c10d
 
 from ortlaunch.errors import LaunchError
 
-# The kernel's numbers of states.
-_ESTABLISHED = "01"
-_CLOSE_WAIT = "08"
+# The kernel's numbers of states: established, closed by the other end, and listening.
+_CONNECTED = ("01", "08")
 _LISTEN = "0A"
+_IPV4_IN_IPV6 = "0000000000000000FFFF0000"
+_SOCKET = re.compile(r"socket:\[(\d+)\]$")
 # Time for a connection that is just being accepted: the tables are read page by page.
 _SETTLING_SECONDS = 0.3
 _PAUSE_SECONDS = 0.05
 _ROOT = 0
 
-_Address = tuple[str, int]
-
 
 class Socket(NamedTuple):
-    """A row of the kernel's tables of TCP sockets."""
+    """A row of the kernel's tables of TCP sockets; addresses are in the kernel's hexadecimal form."""
 
-    local: _Address
-    remote: _Address
+    local: str
+    remote: str
     state: str
     user: int
     inode: int
@@ -71,44 +67,38 @@ def only_own_users() -> Iterator[None]:
 
 def own_inodes() -> set[int]:
     """Return the inodes of the sockets of this process."""
-    found = set()
-    for name in os.listdir("/proc/self/fd"):
-        # The handle of the listing itself is closed by now.
-        with contextlib.suppress(FileNotFoundError):
-            match = re.fullmatch(r"socket:\[(\d+)\]", os.readlink(f"/proc/self/fd/{name}"))
-            if match:
-                found.add(int(match[1]))
-    return found
+    # The handle of the listing itself is closed by now, and resolves to its own path.
+    paths = [os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
+    return {int(match[1]) for match in map(_SOCKET.search, paths) if match}
 
 
 def require_own_users(inodes: set[int]) -> None:
     """Check that the other ends of these sockets on this host belong to this user or to root.
 
     Raises:
-        LaunchError: one does not; the message names its user and both ports.
+        LaunchError: one does not; the message names its user and the ports.
     """
-    table = sockets()
-    if inodes and not any(one.inode in inodes for one in table):
+    if inodes and not any(one.inode in inodes for one in sockets()):
         print(
             "the users who have connected to this rank are not known: /proc/net/tcp does not list "
             "its connections",
             flush=True,
         )
-    foreign = _foreign_end(inodes, table)
     deadline = time.monotonic() + _SETTLING_SECONDS
-    while foreign is not None and not foreign.inode and time.monotonic() < deadline:
+    while (foreign := _foreign_end(inodes, sockets())) is not None:
+        if foreign.inode or time.monotonic() > deadline:
+            who = (
+                f"a process of another user (uid {foreign.user})"
+                if foreign.inode
+                else "a process that has closed the connection since"
+            )
+            raise LaunchError(
+                f"{who} is connected from port {_port(foreign.local)} to port "
+                f"{_port(foreign.remote)} of this rank, which is for ranks of this run only; "
+                "nothing was sent to it. Start the run again; if it happens again, ask that user "
+                "what runs there (docs/trust.md)"
+            )
         time.sleep(_PAUSE_SECONDS)
-        foreign = _foreign_end(inodes, sockets())
-    if foreign is not None:
-        who = f"a process of another user (uid {foreign.user})"
-        if not foreign.inode:
-            who = "a process that has closed the connection since"
-        address, port = foreign.local
-        raise LaunchError(
-            f"{who} at {address}:{port} is connected to port {foreign.remote[1]} of this rank, "
-            "which is for ranks of this run only; nothing was sent to it. Start the run again; "
-            "if it happens again, ask that user what runs there (docs/trust.md)"
-        )
 
 
 def _foreign_end(inodes: set[int], table: list[Socket]) -> Socket | None:
@@ -117,54 +107,33 @@ def _foreign_end(inodes: set[int], table: list[Socket]) -> Socket | None:
     If no process has it, and this user's listeners will not accept it, its inode is 0.
     """
     users = (os.geteuid(), _ROOT)
-    others = {(one.local, one.remote): one for one in table}
-    accepting = {one.local for one in table if one.state == _LISTEN and one.user in users}
+    ends = {(one.local, one.remote): one for one in table}
+    here = {_host(one.local) for one in table}
+    accepting = {_port(one.local) for one in table if one.state == _LISTEN and one.user in users}
     for one in table:
-        if (
-            one.inode not in inodes
-            or one.state not in (_ESTABLISHED, _CLOSE_WAIT)
-            or not _is_here(one.remote[0])
-        ):
+        if one.inode not in inodes or one.state not in _CONNECTED or _host(one.remote) not in here:
             continue
-        other = others.get((one.remote, one.local), Socket(one.remote, one.local, "", 0, 0))
-        port = other.local[1]
-        if other.inode and other.user not in users:
-            return other
-        if not other.inode and not accepting & {other.local, ("0.0.0.0", port), ("::", port)}:
+        other = ends.get((one.remote, one.local), Socket(one.remote, one.local, "", 0, 0))
+        if other.user not in users if other.inode else _port(other.local) not in accepting:
             return other
     return None
 
 
 def sockets() -> list[Socket]:
     """Return the TCP sockets of this network namespace, of all users."""
-    found = []
+    lines: list[str] = []
     for name in ("tcp", "tcp6"):
         # A kernel without IPv6 has no tcp6; a sandbox may have neither.
         with contextlib.suppress(OSError), open(f"/proc/self/net/{name}") as file:
-            for line in file.readlines()[1:]:
-                words = line.split()
-                local, remote = (_address(word) for word in words[1:3])
-                found.append(Socket(local, remote, words[3], int(words[7]), int(words[9])))
-    return found
+            lines += file.readlines()[1:]
+    # IPv4 in IPv6 is the same address in both tables.
+    rows = [line.replace(_IPV4_IN_IPV6, "").split() for line in lines]
+    return [Socket(w[1], w[2], w[3], int(w[7]), int(w[9])) for w in rows]
 
 
-def _address(text: str) -> _Address:
-    """Return address and port of the kernel's text, as `0100007F:1F90`."""
-    digits, _, port = text.partition(":")
-    # Words of 4 bytes, each printed as a number of this machine's byte order.
-    packed = b"".join(
-        struct.pack("=I", int(digits[at : at + 8], 16)) for at in range(0, len(digits), 8)
-    )
-    address = ipaddress.ip_address(packed)
-    mapped = getattr(address, "ipv4_mapped", None)
-    return str(mapped or address), int(port, 16)
+def _host(address: str) -> str:
+    return address.partition(":")[0]
 
 
-@functools.cache
-def _is_here(address: str) -> bool:
-    """Return whether an address belongs to this host: only such an address can be bound."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-        probe.bind((address, 0))
-        return True
-    return False
+def _port(address: str) -> int:
+    return int(address.partition(":")[2], 16)
