@@ -209,7 +209,15 @@ class OwnSamples:
         Raises:
             DataError: the object is no data set, or is empty.
         """
-        if not hasattr(items, "__len__") or not hasattr(items, "__getitem__") or len(items) == 0:
+        try:
+            count = len(items) if hasattr(items, "__len__") else 0
+        # Python takes no negative, fractional or huge number.
+        except (ValueError, TypeError, OverflowError) as error:
+            raise DataError(
+                f"data.factory returned {type(items).__name__}, whose __len__ is no number of "
+                f"samples: {error}"
+            ) from error
+        if not hasattr(items, "__getitem__") or not count:
             raise DataError(
                 f"data.factory returned {type(items).__name__}; it must have samples, "
                 "__len__ and __getitem__"

@@ -300,6 +300,21 @@ def test_a_factory_gets_its_arguments(module: Any) -> None:
     assert call("data.factory", "own_module:make", {"b": 5, "a": 1}, 0) == [1, 5]
 
 
+@pytest.mark.parametrize("length", [-1, 1.5, 10**30])
+def test_a_length_that_is_no_number_of_samples(length: float) -> None:
+    """A `__len__` that Python does not take is an error of the user's data."""
+
+    class Odd:
+        def __len__(self) -> Any:
+            return length
+
+        def __getitem__(self, index: int) -> int:
+            return index
+
+    with pytest.raises(DataError, match="returned Odd, whose __len__ is no number of samples: "):
+        OwnSamples(Odd())
+
+
 @pytest.mark.parametrize("items", [None, 3, [], iter([1]), {1, 2}, {"train": [1]}])
 def test_own_data_must_be_samples(items: Any) -> None:
     """An object without length or items is refused with its type."""
