@@ -164,6 +164,8 @@ def wait(job: Job) -> int:
         status = _wait_for_command(job)
         job.has_ended(status)
         _end_rest(job)
+    if job.limits:
+        RunDir(job.limits.folder).ended_ranks.unlink(missing_ok=True)
     # With status 0 the command completed in spite of the signal.
     if job.signal is not None and status:
         return 128 + job.signal

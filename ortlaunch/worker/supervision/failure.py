@@ -60,10 +60,9 @@ class Account:
                 os.posix_fallocate(file.fileno(), 0, self._spare_bytes)
 
     def close(self) -> None:
-        """Release the reserved space, and count this rank among those that have ended."""
+        """Release the reserved space."""
         with contextlib.suppress(OSError):
             self._spare.unlink()
-        self.run.count_end(self.rank.rank)
 
     @property
     def is_written(self) -> bool:

@@ -84,6 +84,8 @@ def watch(rank: Rank, run: RunDir, live: Callable[[Watchdog], int | None]) -> in
     code = conclude(account, child, status, finished, oom_kills, watchdog)
     watchdog.leave()
     account.close()
+    if plan.started_by.program:
+        run.count_end(rank.rank)
     if watchdog.is_cut_off and plan.started_by.stays_after_loss:
         end_launcher()
     # The command knows of a stop. Its launcher would treat another status as a failure.
