@@ -60,7 +60,14 @@ def parse_json(text: str | bytes) -> Any:
     """
     try:
         value = json.loads(text)
-        _require_levels(value)
+        # Counting is fast, and most texts have few brackets.
+        opened = (
+            text.count("[") + text.count("{")
+            if isinstance(text, str)
+            else text.count(b"[") + text.count(b"{")
+        )
+        if opened > _MOST_LEVELS:
+            _require_levels(value)
     except json.JSONDecodeError:
         raise
     except (ValueError, RecursionError, MemoryError) as error:
