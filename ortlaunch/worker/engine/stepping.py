@@ -357,11 +357,6 @@ def _set_rates(optimizer: Any, rates: Sequence[float]) -> None:
 
 def _weighted(loss: torch.Tensor, factor: float) -> torch.Tensor:
     """Return loss x factor in float32 or wider; return the loss itself if the factor is 1."""
-    if not loss.requires_grad:
-        raise InputError(
-            "the loss that the model returns has no gradient: it is detached, whole numbers, or "
-            "computed under torch.no_grad; return the loss as it was computed"
-        )
     # A forked child that went on would write metrics and checkpoints and communicate with the other
     # ranks, beside its parent.
     if Requests.is_forked_child:
@@ -372,6 +367,11 @@ def _weighted(loss: torch.Tensor, factor: float) -> torch.Tensor:
             flush=True,
         )
         os._exit(1)
+    if not loss.requires_grad:
+        raise InputError(
+            "the loss that the model returns has no gradient: it is detached, whole numbers, or "
+            "computed under torch.no_grad; return the loss as it was computed"
+        )
     return (
         loss if factor == 1.0 else loss.to(torch.promote_types(loss.dtype, torch.float32)) * factor
     )

@@ -40,7 +40,7 @@ def record(recipe: Recipe, memory: Memory, step: int, evaluated: dict[str, float
             or _is_better(value, before["value"], asked.direction)
         ):
             memory[wish] = {**found, "value": value, "step": step, "since": 0}
-        else:
+        elif before is not None or asked.metric in evaluated:
             # `since` counts evaluations after the best one, for train.stop_after.
             before = before or {**found, "value": None, "step": None, "since": 0}
             memory[wish] = {**before, "since": before["since"] + 1}

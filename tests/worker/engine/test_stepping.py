@@ -75,7 +75,7 @@ from ortlaunch.worker.supervision.requests import Requests
 from ortlaunch.worker.engine.stepping import _weighted
 Requests().listen()
 child = os.fork()
-_weighted(torch.ones(()), 1.0)
+_weighted(torch.ones((), requires_grad=True), 1.0)
 os._exit(0 if child == 0 else os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) + 10)
 """
 
