@@ -138,6 +138,7 @@ def test_a_launcher_that_starts_not_all_ranks(
 ) -> None:
     """A launcher that has not started all ranks in time is ended, with the number that it started."""
     run = RunDir(tmp_path)
+    # A rank's log that is older than the request is of an earlier start.
     write_text(run.request, "")
     write_text(run.log(1, "err"), "")
     job = limited(tmp_path, start_seconds=0.2)

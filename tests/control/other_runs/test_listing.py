@@ -70,7 +70,8 @@ def test_filters(two: Any, filters: dict[str, str], names: set[str]) -> None:
 def test_a_run_that_cannot_be_read(
     two: tuple[Run, Run], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whatever one run's folder holds, the other runs are listed, and that one is named."""
+    """The other runs are listed, and the unreadable one is named."""
+    # An error that no reader of a run folder raises on purpose.
 
     def read(run: RunDir, queue: Any) -> Status:
         if run.path.name == "bad":

@@ -85,6 +85,7 @@ def cut_hook(folder: Path, number: int) -> Callable[[str, tuple[Any, ...]], None
 
 def run(words: tuple[str, ...], folder: Path, output: Path, cut: int = 0) -> int:
     """Run a verb in a child process until it starts ranks, or to a cut; return its exit status."""
+    # A fork has all modules loaded, so that a start takes milliseconds.
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -96,6 +97,7 @@ def run(words: tuple[str, ...], folder: Path, output: Path, cut: int = 0) -> int
         os.chdir(folder)
         popen = subprocess.Popen.__init__
 
+        # Programs of the machine, such as git, run as usual.
         def started(self: Any, argv: Any, *rest: Any, **options: Any) -> None:
             if start.__file__ in argv or any("die_with_parent" in word for word in argv):
                 os._exit(STARTED)
@@ -129,6 +131,7 @@ def test_a_start_goes_on_after_any_cuts(here: Path, tmp_path: Path) -> None:
     prepare(here)
     output = tmp_path / "output"
     number = 1
+    # Each start finds the files of all starts before it.
     while (status := run(TRAIN, here, output, number)) == CUT:
         number += 1
     assert (status, number > 20) == (STARTED, True), output.read_text()
@@ -141,6 +144,7 @@ def test_a_start_goes_on_after_a_cut_at_any_write(
     """After a cut at the n-th write, the same command gets as far as without a cut, for every n."""
     output = tmp_path / "output"
     prepare(here)
+    # `submit` starts no ranks, and ends by itself.
     expected = run(words, here, output)
     assert expected in (STARTED, 0), output.read_text()
     for number in range(1, 100):

@@ -62,6 +62,7 @@ def run(tmp_path: Path) -> RunDir:
 @pytest.mark.parametrize("name", PLACES)
 def test_any_value_in_a_record(name: str, run: RunDir) -> None:
     """Each hostile value of each field gives a status, or a clear error, and can be printed."""
+    # The text of the status is written, because a surrogate fails only then.
     path = run.path / name
     good = json.loads(path.read_text())
     for field in PLACES[name]:
@@ -85,6 +86,7 @@ def test_no_reader_waits_for_a_pipe_or_a_device(kind: str, run: RunDir) -> None:
         with pytest.raises(DamagedFile, match=f"{name}: is no regular file, but a folder, a pipe"):
             reader(path)
 
+    # A pipe without a writer blocks whoever opens it; a device never ends.
     look("summary.json", read_json)
     look("saves.jsonl", json_lines)
     look("metrics.jsonl", lambda path: json_tail(path, 100))

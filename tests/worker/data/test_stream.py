@@ -155,6 +155,7 @@ def test_windows_after_a_power_failure(
     of = batches(stream(shards / "*.txt", tmp_path))
     assert trained(of, range(3)) == whole[:3]
     positions = of.passed(of.places_passed(3))
+    # The window in use, and those that were written ahead.
     waiting = [path for path in tmp_path.rglob(f"*{ending}") if path.stem >= "000000002"]
     assert waiting
     for path in waiting:

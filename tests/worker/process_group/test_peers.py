@@ -72,6 +72,7 @@ def refusal(inodes: set[int]) -> str:
 
 def test_a_process_of_this_user_may_connect(listener: socket.socket) -> None:
     """A connection of this user is accepted."""
+    # Every rank of a run has the same user.
     with connected(listener.getsockname()[1], None), accepted(listener) as inodes:
         peers.require_own_users(inodes)
 
@@ -91,6 +92,7 @@ def test_a_process_of_another_user_is_refused(listener: socket.socket) -> None:
 
 def test_a_process_that_has_left_is_refused(listener: socket.socket) -> None:
     """Who has sent something and closed the connection is not known, and is refused."""
+    # The bytes that it has sent would still be read.
     port = listener.getsockname()[1]
     with connected(port, None, stays=False), accepted(listener) as inodes:
         assert "a process that has closed the connection since is" in refusal(inodes)
@@ -98,6 +100,7 @@ def test_a_process_that_has_left_is_refused(listener: socket.socket) -> None:
 
 def test_a_connection_that_nobody_has_accepted_yet(listener: socket.socket) -> None:
     """A rank that this user's listener will accept is no stranger."""
+    # The kernel completes a connection before the listener's process accepts it.
     before = peers.own_inodes()
     with socket.create_connection(listener.getsockname()):
         peers.require_own_users(peers.own_inodes() - before)

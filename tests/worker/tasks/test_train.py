@@ -493,6 +493,7 @@ class Statistics(Line):
 
 def test_a_buffer_that_gets_nan_is_not_shipped(tmp_path: Path) -> None:
     """No checkpoint is written of a buffer that gets nan; a mask, or a mark of nan, is fine."""
+    # The gradients stay finite, because the loss does not use the buffer.
     sections: Any = {"train": {"max_steps": 4}, "checkpoint": {"every_steps": 2}}
     train_here(tmp_path / "good", Statistics(False), ROWS, **sections)
     with pytest.raises(NonFiniteError, match="step 4: the buffer seen has nan after this step\n"):
@@ -540,6 +541,7 @@ def test_the_evaluation_of_a_stopped_step(
     }  # fmt: skip
     keep = {"every_steps": 3, "keep_best": best_loss, "keep": 1}
     sections = {"evaluation": ROWS, "train": train, "checkpoint": keep}
+    # A rising loss is the wish here, so that the first evaluation is the best one.
     Evaluations.seen.clear()
     expected = train_here(tmp_path / "unstopped", Line(), ROWS, **sections)
     called = list(Evaluations.seen)
