@@ -1,6 +1,6 @@
 """Print and record the verdict of a queued run, for its job script.
 
-    python ortlaunch/start.py ortlaunch.other_runs.ended RUN RESTARTS STATUS
+    python ortlaunch/start.py ortlaunch.other_runs.ended RUN RESTARTS STATUS BEGAN
 
 srun's status may be that of a rank that was ended because another failed. This command returns the
 first failing rank's, and writes the verdict into job.json, as `ortlaunch train` does for ranks that
@@ -39,6 +39,11 @@ def main() -> int:
     run = RunDir(sys.argv[1])
     limit = int(sys.argv[2])
     status = int(sys.argv[3])
+    # The script touches itself when a turn begins. A node that the controller took for dead may end
+    # its turn after the next one has begun.
+    if run.job_script.exists() and int(run.job_script.stat().st_mtime) > int(sys.argv[4]):
+        print("ortlaunch: a later turn of this job has the run", file=sys.stderr, flush=True)
+        return status
     end = _end(run, status)
     record = JobRecord.begun(run, "inside", JobState.RUNNING)
     if end.status == EXIT_SAVED and not run.stopped_by_user():

@@ -52,9 +52,11 @@ def _train(
     proposed = run_folder(chosen, resolved, os.environ)
     run = unclaimed(proposed, chosen) if claims else proposed
     # A run from Python has its folder, and the caller watches the lock.
-    if (run.lock.exists() or run.output.exists()) and rank is None:
-        # Before anything is measured: a living run in the folder must end this command at once.
-        lock.acquire(run)
+    if (run.lock.exists() or run.output.exists()) and (rank is None or rank.rank == 0):
+        # Before anything is measured: a living run in the folder must end this command at once. A
+        # requeued turn waits for the earlier one, which may save a checkpoint meanwhile.
+        patience = inside.patience_seconds()
+        lock.acquire(run, keep=rank is not None, patience_seconds=patience)
     mark = mark_of(run, rank) if rank is not None else None
     if rank is not None and mark is not None:
         # Other ranks start with the choices and the plan of rank 0.

@@ -29,6 +29,9 @@ from ortlaunch.run_folder.lock import RunLock
 _JOIN_SECONDS = 120
 # Longer in Kubernetes: the image of rank 0's pod may have to be pulled.
 _POD_SECONDS = 1800
+# In a requeued job: a node that the controller took for dead may train on. NFS frees the locks of a
+# client that is gone after 90 s.
+_PATIENCE_SECONDS = 600.0
 
 
 def lead(
@@ -45,20 +48,25 @@ def lead(
     _become_worker(request)
 
 
+def patience_seconds() -> float:
+    """Return how long a turn of a job waits for an earlier turn, whose node may train on."""
+    return _PATIENCE_SECONDS if os.environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0") else 0.0
+
+
 def follow(mark: Path, run: RunDir) -> NoReturn:
     """As another rank, wait until rank 0 has prepared the folder, and become a worker of its plan.
 
     Raises:
         LaunchError: rank 0 did not prepare it in time.
     """
-    seconds = _JOIN_SECONDS
+    seconds = _JOIN_SECONDS + patience_seconds()
     if os.environ.get(JOB_VARIABLE, "").startswith("kubernetes:"):
         seconds = _POD_SECONDS
     deadline = time.monotonic() + seconds
     while not mark.exists():
         if time.monotonic() > deadline:
             raise LaunchError(
-                f"rank 0 did not prepare {run} within {seconds} s; "
+                f"rank 0 did not prepare {run} within {seconds:g} s; "
                 "is it on a disk that all hosts share?"
             )
         time.sleep(0.05)

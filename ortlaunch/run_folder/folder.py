@@ -35,7 +35,7 @@ _STEP = re.compile(r"step_(\d+)")
 _TEMPORARY = re.compile(r"\..+\.\d+-[0-9a-f]{8}")
 
 # Files whose contents are of one start of the ranks, and the folder for those of an earlier one.
-_OF_A_START = ("errors",)
+_OF_A_START = ("errors", "ended_ranks")
 _LATE = "attempts/late"
 
 

@@ -19,7 +19,7 @@ from ortlaunch.errors import PlanError
 from ortlaunch.json_types import Json, parse_json
 from ortlaunch.process import Process, flock_holders
 from ortlaunch.rank import GRACE_SECONDS
-from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.run_folder.folder import RunDir, write_json
 
 _MORE_SECONDS = 5.0  # in addition to the seconds in which ranks must end
 # `flock` reports a lock that another process holds with either.
@@ -39,12 +39,13 @@ class RunLock:
         if self._file is not None:
             os.close(self._file)
 
-    def acquire(self, run: RunDir, keep: bool = False) -> None:
+    def acquire(self, run: RunDir, keep: bool = False, patience_seconds: float = 0.0) -> None:
         """Take the lock of a run folder; do nothing if this object already has it.
 
         Args:
             run: the run folder, created if it is absent.
             keep: whether the lock survives an `exec` of this process.
+            patience_seconds: time in which a run of another host may end; it is requested to stop.
 
         Raises:
             PlanError: another run uses the folder; the message names its process.
@@ -55,7 +56,7 @@ class RunLock:
         self._file = os.open(run.lock, os.O_RDWR | os.O_CREAT, 0o666)
         if not stat.S_ISREG(os.fstat(self._file).st_mode):
             raise PlanError(f"--run-dir {run}: {run.lock} is no regular file; remove it")
-        if _begin(self._file, run):
+        if _begin(self._file, run, patience_seconds):
             here = {**Process.this()._asdict(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
             os.ftruncate(self._file, 0)
             # On a full disk the name cannot be written; the lock works without it.
@@ -79,13 +80,19 @@ def share(run: RunDir) -> None:
         fcntl.flock(os.open(run.lock, os.O_RDWR | os.O_CREAT, 0o666), fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
-def _begin(file: int, run: RunDir) -> bool:
+def _begin(file: int, run: RunDir, patience_seconds: float) -> bool:
     """Take the lock exclusively, after ranks of a killed command have ended.
+
+    Args:
+        file: the open lock file.
+        run: the run folder.
+        patience_seconds: time in which a living holder may end.
 
     Returns:
         False if the disk has no file locks.
     """
-    deadline = time.monotonic() + GRACE_SECONDS + _MORE_SECONDS
+    began = time.monotonic()
+    deadline = began + GRACE_SECONDS + _MORE_SECONDS
     told = False
     while True:
         try:
@@ -103,6 +110,13 @@ def _begin(file: int, run: RunDir) -> bool:
                 return False
         holder = _holder(file)
         # The holder may be on another host, where this one cannot check whether it is alive.
+        if not _has_gone(holder) and time.monotonic() < began + patience_seconds:
+            if not told:
+                write_json(run.stop_request, {"by": "a later turn of its job"})
+                print(f"{run}: {_named(holder)} trains there: requested to stop", flush=True)
+            told = True
+            time.sleep(1.0)
+            continue
         if not _has_gone(holder):
             raise PlanError(
                 f"--run-dir {run}: {_named(holder)} trains there; wait for its end, or give "

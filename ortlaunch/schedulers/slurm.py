@@ -65,6 +65,7 @@ def script(job: QueuedRun) -> str:
 cd {shlex.quote(job.folder)} || exit
 {exports}export {JOB_VARIABLE}=slurm:$SLURM_JOB_ID
 touch {shlex.quote(str(job.run.job_script))}  # what is older in the run folder is of an earlier turn
+began=$(stat -c %Y {shlex.quote(str(job.run.job_script))})
 rm -f {shlex.quote(str(job.run.requeue_request))}
 echo "{TURN}$(hostname), turn $((${{SLURM_RESTART_COUNT:-0}} + 1))"
 {setup}
@@ -72,7 +73,7 @@ status=0
 {_ranks(job)} || status=$?
 
 # Which rank failed and why; the status is that rank's, where srun's may be an echo.
-{_conclusion(job)} "$status"
+{_conclusion(job)} "$status" "$began"
 status=$?
 {_requeue(job)}exit "$status"
 """
@@ -157,10 +158,12 @@ def _inside(job: QueuedRun, step: str, command: tuple[str, ...]) -> str:
 def _requeue(job: QueuedRun) -> str:
     if not job.options["requeue"]:
         return ""
-    request = shlex.quote(str(job.run.requeue_request))
+    request, script = (
+        shlex.quote(str(path)) for path in (job.run.requeue_request, job.run.job_script)
+    )
     return f"""\
 # The command above leaves this file where the run continues in another turn.
-if test -e {request}; then
+if test -e {request} && test "$(stat -c %Y {script})" = "$began"; then
     # A controller that is started again, or replaced, answers after some minutes.
     for _ in $(seq {_REQUEUE_TRIES}); do
         said=$(scontrol requeue "$SLURM_JOB_ID" 2>&1) && rm {request} && exit "$status"

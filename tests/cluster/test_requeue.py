@@ -105,6 +105,29 @@ def test_a_controller_that_is_started_again(home: Home, undisturbed: dict[int, f
     check(home, job, undisturbed, 12)
 
 
+@pytest.mark.nightly
+def test_a_node_that_is_taken_for_dead(home: Home, undisturbed: dict[int, float]) -> None:
+    """A requeued turn stops the run that its node's earlier turn still trains, and goes on."""
+    job = submitted(home, 24, "launch.nodes=1")
+    home.reach(3)
+    (host,) = home.lab.run(LOGIN, "squeue", "-h", "-j", job, "-o", "%N").stdout.split()
+    # The disk is still shared, as with a storage network of its own.
+    home.lab.link(host, up=False)
+    try:
+        down = ("scontrol", "update", f"nodename={host}", "state=down", "reason=lost")
+        assert home.lab.run(LOGIN, *down).returncode == 0
+        output = home.run / "logs" / f"slurm-{job}.out"
+        wait_for(lambda: "requested to stop" in output.read_text(), "the next turn", 90)
+        home.well("status", home.run.name, "--wait", timeout=220)
+    finally:
+        home.lab.link(host, up=True)
+        home.lab.run(LOGIN, "scontrol", "update", f"nodename={host}", "state=resume")
+    assert home.status()["state"] == "succeeded"
+    assert home.losses() == pytest.approx(
+        {step: undisturbed[step] for step in range(1, 25)}, abs=1e-5
+    )
+
+
 def test_a_time_limit(home: Home, undisturbed: dict[int, float]) -> None:
     """A run longer than its time limit is requeued until it is finished."""
     # Slurm may send the signal up to 30 s early, so a turn trains for 30 to 60 s.

@@ -21,6 +21,7 @@ cd /here || exit
 export ORTLAUNCH_MODULES=/here
 export ORTLAUNCH_JOB=slurm:$SLURM_JOB_ID
 touch /runs/x/job.sh  # what is older in the run folder is of an earlier turn
+began=$(stat -c %Y /runs/x/job.sh)
 rm -f /runs/x/requests/requeue
 echo "ortlaunch: the job begins on $(hostname), turn $((${SLURM_RESTART_COUNT:-0} + 1))"
 module load cuda/12.4
@@ -30,10 +31,10 @@ srun --export=ALL --kill-on-bad-exit=1 --distribution=block --mpi=none --cpus-pe
     python start.py ortlaunch.cli train /runs/x/submitted.yaml --run-dir /runs/x || status=$?
 
 # Which rank failed and why; the status is that rank's, where srun's may be an echo.
-python start.py ortlaunch.other_runs.ended /runs/x 0 "$status"
+python start.py ortlaunch.other_runs.ended /runs/x 0 "$status" "$began"
 status=$?
 # The command above leaves this file where the run continues in another turn.
-if test -e /runs/x/requests/requeue; then
+if test -e /runs/x/requests/requeue && test "$(stat -c %Y /runs/x/job.sh)" = "$began"; then
     # A controller that is started again, or replaced, answers after some minutes.
     for _ in $(seq 30); do
         said=$(scontrol requeue "$SLURM_JOB_ID" 2>&1) && rm /runs/x/requests/requeue && exit "$status"

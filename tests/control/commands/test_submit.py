@@ -147,6 +147,10 @@ def test_what_scontrol_says() -> None:
     assert slurm.state_in_record("") is None
 
 
+# When the turn of a job began; this is later than any turn of the tests.
+BEGAN = str(1 << 40)
+
+
 class Queue:
     """A scheduler with a state that the test sets."""
 
@@ -249,7 +253,7 @@ def test_a_saved_run_waits_in_the_queue(queue: Queue, monkeypatch: pytest.Monkey
     """A run that saved is pending while the queue has its job again."""
     run = put(queue)
     monkeypatch.setenv(JOB_VARIABLE, "slurm:12")
-    monkeypatch.setattr("sys.argv", ["ended", str(run), "0", "85"])
+    monkeypatch.setattr("sys.argv", ["ended", str(run), "0", "85", BEGAN])
     assert ended.main() == 85
     record = JobRecord.read(run)
     assert record is not None
@@ -281,7 +285,7 @@ def test_a_turn_without_a_step(
         write_text(path, "")
     write_json(run.error(0), STOPPED)
     monkeypatch.setenv("SLURM_RESTART_COUNT", turn)
-    monkeypatch.setattr("sys.argv", ["ended", str(run), "0", "85"])
+    monkeypatch.setattr("sys.argv", ["ended", str(run), "0", "85", BEGAN])
     assert ended.main() == status
     record = JobRecord.read(run)
     assert record is not None
@@ -297,7 +301,7 @@ def test_restarts_of_a_queued_run_are_counted(
     monkeypatch.setenv(JOB_VARIABLE, "slurm:12")
     # Status 137 is that of SIGKILL, which may repeat without being deterministic.
     for turn, status, requeued in ((1, 137, True), (2, 137, True), (3, 137, False)):
-        monkeypatch.setattr("sys.argv", ["ended", str(run), "2", str(status)])
+        monkeypatch.setattr("sys.argv", ["ended", str(run), "2", str(status), BEGAN])
         assert ended.main() == status
         record = JobRecord.read(run)
         assert record is not None
@@ -317,11 +321,11 @@ def test_a_turn_that_never_began_is_no_earlier_ones_end(
     write_text(run.plan, resolved().plan.to_json())
     write_text(run.request, "")
     write_json(run.stopped, {"step": 3, "steps": 9, "by": "SIGUSR1", "exit_status": 85})
-    monkeypatch.setattr("sys.argv", ["ended", str(run), "0", "85"])
+    monkeypatch.setattr("sys.argv", ["ended", str(run), "0", "85", BEGAN])
     assert ended.main() == 85
     # As the script does with `touch`, when a start begins.
     os.utime(run.job_script, (later := time.time() + 1, later))
-    monkeypatch.setattr("sys.argv", ["ended", str(run), "0", "1"])
+    monkeypatch.setattr("sys.argv", ["ended", str(run), "0", "1", BEGAN])
     assert ended.main() == 1
     assert read_status(run).state is JobState.FAILED
 
@@ -361,6 +365,20 @@ def test_what_goes_back_into_the_queue(
     assert (tools / "asked").exists() == requeued
     assert not run.requeue_request.exists()
     assert f"#SBATCH --output='{run.logs}/slurm-%j.out'" in text
+
+
+def test_a_turn_whose_node_was_taken_for_dead(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A turn that ends after the next one has begun records nothing, and asks for no requeue."""
+    run = put(queue)
+    record = run.job.read_text()
+    began = int(run.job_script.stat().st_mtime)
+    os.utime(run.job_script, (began + 60, began + 60))
+    monkeypatch.setattr("sys.argv", ["ended", str(run), "2", "85", str(began)])
+    assert ended.main() == 85
+    assert "a later turn of this job has the run" in capsys.readouterr().err
+    assert (run.job.read_text(), run.requeue_request.exists()) == (record, False)
 
 
 def _controller(folder: Path, body: str) -> None:
@@ -425,7 +443,7 @@ def test_an_end_before_rank_0_prepared(
     monkeypatch.setenv("SLURM_JOB_ID", "12")
     turn = ["an earlier turn failed", f"{slurm.TURN}n1, turn 2", *lines]
     write_text(run.logs / "slurm-12.out", "\n".join(turn))
-    monkeypatch.setattr("sys.argv", ["ended", str(run), "0", "143"])
+    monkeypatch.setattr("sys.argv", ["ended", str(run), "0", "143", BEGAN])
     assert ended.main() == status
     record = JobRecord.read(run)
     assert record is not None
@@ -442,7 +460,7 @@ def test_a_step_that_slurm_ended(queue: Queue, monkeypatch: pytest.MonkeyPatch) 
     line = "srun: error: Task launch for StepId=35.0 failed on node cn5: Communication failure"
     monkeypatch.setenv("SLURM_JOB_ID", "12")
     write_text(run.logs / "slurm-12.out", f"{slurm.TURN}n1, turn 1\n{line}\n")
-    monkeypatch.setattr("sys.argv", ["ended", str(run), "0", "137"])
+    monkeypatch.setattr("sys.argv", ["ended", str(run), "0", "137", BEGAN])
     assert ended.main() == 137
     record = JobRecord.read(run)
     assert record is not None

@@ -10,6 +10,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -162,3 +163,22 @@ def test_a_lock_that_is_lost_when_it_becomes_shared(
     monkeypatch.setattr(run_lock.fcntl, "flock", flock)
     with RunLock() as lock, pytest.raises(PlanError, match="another command has just locked it"):
         lock.acquire(RunDir(tmp_path / "run"))
+
+
+def test_a_later_turn_waits_for_the_earlier_one(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that lives on a node that was taken for dead is requested to stop, and waited for."""
+    with command(run) as first:
+
+        def obey() -> None:
+            while not run.stop_request.exists():
+                time.sleep(0.01)
+            first.kill()
+
+        threading.Thread(target=obey, daemon=True).start()
+        with RunLock() as lock:
+            lock.acquire(run, patience_seconds=20)
+        assert f"process {first.pid} on host {socket.gethostname()}" in capsys.readouterr().out
+    with command(run), pytest.raises(PlanError, match="trains there"), RunLock() as lock:
+        lock.acquire(run, patience_seconds=0.1)
