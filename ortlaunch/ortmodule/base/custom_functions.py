@@ -21,6 +21,8 @@ from ortlaunch.ortmodule.base import torch_calls
 from ortlaunch.ortmodule.build import extensions
 
 if TYPE_CHECKING:
+    import torch
+
     from ortlaunch.ortmodule.base.ort_types import AnyFunction
 
 _CALLS = "onnxruntime.training.ortmodule._custom_autograd_function"
@@ -43,12 +45,11 @@ def _with_arguments(default_export: AnyFunction) -> AnyFunction:
             i for i, arg in enumerate(args) if cconv[i] == "d" and arg.type().scalarType() == "Bool"
         )
         gives = frozenset(i for i, kind in enumerate(kinds) if kind == Kind.BOOL)
-        if (
-            # Functions of torch_calls already copy the tensors that they save.
-            not takes and not gives and function.__module__ == torch_calls.__name__
-        ):
+        # Functions of torch_calls already copy the tensors that they save.
+        saves = function.__module__ != torch_calls.__name__
+        if not (takes or gives or saves):
             return default_export(g, *given, **other)
-        function = _called(function, takes, gives)
+        function = _called(function, takes, gives, saves)
         if takes or gives:
             # ORT caches functions by name, so a variant needs its own; ORT also decides by the name
             # which functions it recomputes.
@@ -67,15 +68,24 @@ def _with_arguments(default_export: AnyFunction) -> AnyFunction:
 
 
 def _called(
-    function: Any, boolean_arguments: frozenset[int], boolean_results: frozenset[int]
+    function: Any,
+    boolean_arguments: frozenset[int],
+    boolean_results: frozenset[int],
+    saves: bool,
 ) -> Any:
     """Return the class that ORT calls in place of an autograd.Function.
 
     boolean_arguments: positions of boolean arguments, which arrive as uint8.
     boolean_results: positions of boolean results.
+    saves: whether the function may keep tensors of ORT for its backward pass.
     """
 
     import torch
+    from torch.utils._pytree import tree_map_only
+
+    # Filled in the first pass, if the function keeps a graph of its own; ORT copies the arguments of
+    # that pass.
+    keeps_graph: list[bool] = []
 
     def entered(args: tuple[Any, ...]) -> list[Any]:
         """Return the arguments with the booleans restored."""
@@ -90,13 +100,27 @@ def _called(
         )
 
     def forward(ctx: Any, *args: Any) -> Any:
-        outputs = function.forward(ctx, *entered(args))
-        _copy_saved(ctx, args)
+        given = tree_map_only(torch.Tensor, _copy, args) if keeps_graph else args
+        outputs = function.forward(ctx, *entered(given))
+        if saves and _copy_saved(ctx, args):
+            keeps_graph.append(True)
         return as_uint8(outputs)
 
     def set_up(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         function.setup_context(ctx, tuple(entered(inputs)), output)
-        _copy_saved(ctx, inputs)
+        if saves:
+            _copy_saved(ctx, inputs)
+
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        found = function.backward(ctx, *gradients)
+        if not saves:
+            return found
+        found = found if isinstance(found, tuple) else (found,)
+        # ORT's graph has a gradient of each input that needs one, and ends where it gets None.
+        return tuple(
+            like.new_zeros(like.shape) if gradient is None and like is not None else gradient
+            for gradient, like in zip(found, ctx._ortlaunch_inputs)
+        )
 
     # torch has two styles of autograd.Function: forward with a ctx, or forward without one and a
     # separate setup_context.
@@ -109,7 +133,7 @@ def _called(
         }
     members = {
         **{name: staticmethod(step) for name, step in steps.items()},
-        "backward": staticmethod(function.backward),
+        "backward": staticmethod(backward),
         "__module__": function.__module__,
         "__qualname__": function.__qualname__,
     }
@@ -125,26 +149,50 @@ def _called(
     )
 
 
-def _copy_saved(ctx: Any, args: tuple[Any, ...]) -> None:
+def _copy_saved(ctx: Any, args: tuple[Any, ...]) -> bool:
     """Copy the tensors that a forward pass saved and that share the memory of its arguments.
 
     ORT gives that memory to other nodes before the backward pass. From the second pass on, ORT's
     own copies are missing: it copies only the arguments that it recognized as saved in the first
     pass.
+
+    Returns:
+        Whether the function keeps a graph of its own that begins at such a tensor. A copy would be
+        no part of that graph, so that the function needs copies of its arguments.
     """
     import torch
+    from torch.utils._pytree import tree_map_only
 
     places = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, torch.Tensor)}
+    leaves: list[torch.Tensor] = []
 
-    def own(value: Any) -> Any:
-        taken = isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in places
-        return value.clone() if taken else value
+    def own(value: torch.Tensor) -> torch.Tensor:
+        if value.untyped_storage().data_ptr() not in places:
+            return value
+        # Such as `x.detach().requires_grad_()`.
+        own_leaf = value.requires_grad and not value._is_view()
+        if own_leaf and not any(value is arg for arg in args):
+            leaves.append(value)
+            return value
+        return _copy(value)
 
     if ctx.to_save:
-        ctx.save_for_backward(*map(own, ctx.to_save))
-    # Functions may also save a tensor as a plain attribute of ctx.
+        ctx.save_for_backward(*tree_map_only(torch.Tensor, own, ctx.to_save))
+    # Functions may also save a tensor as a plain attribute of ctx, or in a list.
     for name, value in vars(ctx).items():
-        setattr(ctx, name, own(value))
+        setattr(ctx, name, tree_map_only(torch.Tensor, own, value))
+    ctx._ortlaunch_inputs = [
+        arg.new_zeros(()).expand(arg.shape)
+        if isinstance(arg, torch.Tensor) and arg.requires_grad
+        else None
+        for arg in args
+    ]
+    return bool(leaves)
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    # A backward pass may ask a saved tensor whether it needs a gradient; grad mode is off here.
+    return tensor.clone().requires_grad_(tensor.requires_grad)
 
 
 # ---------------------------------------------------------------------------------------- inlined or refused

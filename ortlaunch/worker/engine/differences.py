@@ -23,11 +23,20 @@ ROUNDING = 10
 
 Both errors are distances from float64.
 """
+# Names in a message.
+_FEW = 3
 CAP = 10
 """The multiple of the tolerance above which a small ratio of errors does not prove rounding.
 
 Above it, a difference is rounding only if the engine itself is within the tolerance of float64: a
 model whose passes differ is far from float64, too.
+"""
+
+FAR_FROM_FLOAT64 = 0.1
+"""The distance of PyTorch's value from float64 that rounding does not explain.
+
+Beyond it, the pass in float64 computes something else than PyTorch, and cannot judge: for example,
+it lacks a gradient.
 """
 
 
@@ -134,7 +143,7 @@ def compared(
 
 
 def judged(found: Comparison, ours: Comparison, theirs: Comparison, tolerance: float) -> Comparison:
-    """Return `found` with its rounding marked.
+    """Return `found` with its rounding marked, or with the reason why float64 cannot judge it.
 
     Args:
         found: the engine's differences from PyTorch.
@@ -144,6 +153,8 @@ def judged(found: Comparison, ours: Comparison, theirs: Comparison, tolerance: f
     """
 
     def is_rounding(value: float, our: float, their: float) -> bool:
+        if their > FAR_FROM_FLOAT64:
+            return False
         near = value <= CAP * tolerance and our <= ROUNDING * their
         return value > tolerance and (our <= tolerance or near)
 
@@ -161,7 +172,18 @@ def judged(found: Comparison, ours: Comparison, theirs: Comparison, tolerance: f
         ]
         return tuple(sorted(judged, key=lambda each: (each.rounding, -each.value)))
 
+    far = {
+        each.name: each.value
+        for each in (*theirs.gradients, *theirs.state)
+        if each.value > FAR_FROM_FLOAT64
+    }
+    if theirs.loss_difference > FAR_FROM_FLOAT64:
+        far["the loss"] = theirs.loss_difference
     return found._replace(
+        not_judged="PyTorch's own float32 is further from it than rounding explains: "
+        + ", ".join(f"{name} by {value:.2g}" for name, value in list(far.items())[:_FEW])
+        if far
+        else "",
         gradients=marked(found.gradients, ours.gradients, theirs.gradients),
         state=marked(found.state, ours.state, theirs.state),
         loss_is_rounding=is_rounding(

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -51,7 +53,10 @@ def in_float64(
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        with _InFloat64():
+        with (
+            _InFloat64() as mode,
+            mock.patch.object(torch.autograd.Function, "apply", mode.applying()),
+        ):
             yield wide
     finally:
         torch.set_default_dtype(before)
@@ -72,19 +77,34 @@ class _InFloat64(TorchFunctionMode):
         if func == setter("data"):
             self._known.pop(args[0], None)
             return func(args[0], args[1].to(args[0].dtype))
-        narrow = [value for value in tree_leaves((args, kwargs)) if _is_narrow(value)]
-        args, kwargs = tree_map(self._wide, (args, kwargs))
-        versions = [self._known[tensor][0]._version for tensor in narrow]
-        result = (_T.double if func in _CASTS else func)(*args, **kwargs)
-        for tensor, version in zip(narrow, versions):
-            wide = self._known[tensor][0]
-            # BatchNorm's kernel does not count versions of its statistics: compare those by value.
-            if wide._version != version or not (
-                tensor.requires_grad or torch.equal(tensor.double(), wide)
-            ):
-                with torch.no_grad():
-                    tensor.data.copy_(wide)
-                self._known[tensor] = wide, tensor._version
+        return self._called(_T.double if func in _CASTS else func, args, kwargs)
+
+    def applying(self) -> object:
+        """Return a method for `torch.autograd.Function.apply`, which is no torch function."""
+        apply = vars(torch.autograd.Function)["apply"].__func__
+        return classmethod(
+            lambda cls, *args, **kwargs: self._called(partial(apply, cls), args, kwargs)
+        )
+
+    def _called(self, function: AnyFunction, args: Args, kwargs: Kwargs) -> object:
+        """Call the function in float64, and copy what it writes into its arguments back."""
+        # The calls here must not come back by way of `__torch_function__`.
+        with torch._C.DisableTorchFunction():
+            narrow = [value for value in tree_leaves((args, kwargs)) if _is_narrow(value)]
+            args, kwargs = tree_map(self._wide, (args, kwargs))
+            versions = [self._known[tensor][0]._version for tensor in narrow]
+        result = function(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            for tensor, version in zip(narrow, versions):
+                wide = self._known[tensor][0]
+                # BatchNorm's kernel does not count versions of its statistics: compare those by
+                # value.
+                if wide._version != version or not (
+                    tensor.requires_grad or torch.equal(tensor.double(), wide)
+                ):
+                    with torch.no_grad():
+                        tensor.data.copy_(wide)
+                    self._known[tensor] = wide, tensor._version
         return result
 
     def _wide(self, value: Any) -> Any:

@@ -153,6 +153,66 @@ class Fused(Model):
         )
 
 
+class Asking(torch.autograd.Function):
+    """A layer whose backward asks its saved tensors whether they need a gradient.
+
+    It saves one by save_for_backward, and one in a list.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.rest = [weight]
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        (x,), (weight,) = ctx.saved_tensors, ctx.rest
+        return tuple(
+            found if saved.requires_grad else torch.zeros_like(saved)
+            for saved, found in ((x, 3 * gradient @ weight), (weight, gradient.t() @ x))
+        )
+
+
+class Asked(Model):
+    """A model whose second weight only a custom function takes."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.second = nn.Linear(4, 3, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Asking.apply(torch.tanh(self.first(x)), self.second.weight).square().mean()
+
+
+class Recorded(torch.autograd.Function):
+    """A function that keeps a graph of its own from the forward to the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            ctx.begin = [x.detach().requires_grad_()]
+            ctx.end = ctx.begin[0].sin().square()
+        return ctx.end.detach().clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(ctx.end, ctx.begin, gradient)[0]
+
+
+class Without(torch.autograd.Function):
+    """A product that gives its second factor no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient * ctx.saved_tensors[0], None
+
+
 class TransformerLike(nn.Module):
     """Embedding, attention and loss of a small transformer, with a custom function in three places.
 
@@ -223,6 +283,8 @@ def compare(model: nn.Module, ours: Any, *batch: torch.Tensor) -> None:
         (Model(split), 1),
         (Fused(frozen=False), 1),
         (Fused(frozen=True), 1),
+        (Asked(), 1),
+        (Model(Recorded.apply, uses=2), 2),
     ],
     ids=[
         "reversal",
@@ -232,6 +294,8 @@ def compare(model: nn.Module, ours: Any, *batch: torch.Tensor) -> None:
         "boolean output",
         "weights",
         "a frozen weight",
+        "asked for their gradient",
+        "a graph of its own",
     ],
 )
 def test_gradients_equal_eagers(model: nn.Module, count: int) -> None:
@@ -244,6 +308,22 @@ def test_gradients_equal_eagers(model: nn.Module, count: int) -> None:
     for step, rows in enumerate((3, 3, 5)):
         compare(model, ours, torch.randn(rows, 4, generator=torch.Generator().manual_seed(step)))
     assert python_ops(ours) == count
+
+
+def test_an_input_without_a_gradient_has_zeros() -> None:
+    """Where a function returns None for a weight, the others have eager's gradients."""
+    model = Model(None)
+    model.scale = nn.Parameter(torch.ones(4))
+    model.function = lambda x: Without.apply(x, model.scale)
+    x = torch.randn(3, 4)
+    model(x).backward()
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    # Eager PyTorch has no gradient there.
+    assert expected.pop("scale") is None
+    expected["scale"] = torch.zeros(4)
+    model.zero_grad()
+    wrapped(model)(x).backward()
+    torch.testing.assert_close({name: p.grad for name, p in model.named_parameters()}, expected)
 
 
 def test_a_transformer_with_custom_functions_trains_like_eager() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from ortlaunch.worker.engine.comparison import compare, compare_with_draws, drop
 from ortlaunch.worker.engine.differences import Comparison
 from ortlaunch.worker.model.model import LossModule
 from tests.ort import needs_ort
+from tests.ortmodule.base.test_custom_functions import Asked
 from tests.ortmodule.modules import language_model, wrapped
 
 pytestmark = [needs_ort, pytest.mark.usefixtures("built")]
@@ -205,6 +208,18 @@ class Net(nn.Module):
 
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_lost_gradient_of_a_function_is_seen(kept: bool) -> None:
+    """Parity fails where the tensors that a function saves have lost `requires_grad`."""
+    asked = Asked()
+    without = mock.patch.object(torch.Tensor, "requires_grad_", lambda tensor, _: tensor)
+    model = wrapped(asked)
+    with contextlib.nullcontext() if kept else without:
+        found = compare(asked, model, {"x": X[:, :4]})
+    assert (found.largest < 1e-5) == kept
+    assert (found.rounding, found.not_judged) == ([], "")
 
 
 def compared(planted: Any) -> Comparison:
