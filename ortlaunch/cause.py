@@ -28,6 +28,7 @@ class Cause(str, Enum):
     OUT_OF_MEMORY = "out-of-memory"
     DISK_FULL = "disk-full"
     CRASH = "crash"
+    GRAPH_CRASH = "graph-crash"  # in ONNX Runtime's graph
     KILLED = "killed"
     SIGNALLED = "signalled"
     PORT_TAKEN = "port-taken"

@@ -3,7 +3,8 @@
 python tools/fuzz_gradients.py --minutes 30 [--first SEED] [--only SEED...] [--cache FOLDER]
 
 A program is one or a few lines of fuzz_operators.py after trained layers, in three batches with
-different sizes, among them a size of 1. Two thirds of the programs send their matmuls to torch, as
+different sizes, among them a size of 1. A third of the programs compute with what a mask selects,
+nothing in some of the batches, and also run in evaluation. Two thirds of the programs send their matmuls to torch, as
 models of real width do, and a quarter have frozen weights. Its seed determines a program
 completely. Results are kept by seed, and a later call continues after them. Every difference is
 printed with the shortest program that has it. Exit status 1 if there is one.
@@ -60,6 +61,23 @@ STARTS: dict[int, list[tuple[str, str]]] = {
     3: [("BT6", ""), ("BT6", "other = other[:, :1]"), ("BT6", "other = other[0]")],
     4: [("B4H6", ""), ("B4H6", "other = other.mean((2, 3), keepdim=True)"), ("B2T6", "")],
 }
+# The same with a value that a mask selects.
+SELECTED: dict[int, list[tuple[str, str]]] = {
+    1: [("B6", "h, other, ids = h[mask, 1], other.expand_as(h)[mask, 1], ids[mask]")],
+    2: [
+        ("B6", "h, other, ids, mask = h[mask], other.expand_as(h)[mask], ids[mask], mask[mask]"),
+        ("BT6", "h, other, ids = h[mask], other.mean(), ids[mask]"),
+        (
+            "B6",
+            "k = mask.nonzero()[:, 0]; h, other, ids, mask = h[k], other.mean(), ids[k], mask[k]",
+        ),
+    ],
+    3: [
+        ("BT6", "k = mask[:, 0]; h, other, ids, mask = h[k], other.mean(), ids[k], mask[k]"),
+        ("BT6", "h, other = h[:, mask[0]], other.expand_as(h)[:, mask[0]]"),
+    ],
+    4: [("B4H6", "k = mask[:, 0, 0]; h, other, mask, ids = h[k], other.mean(), mask[k], ids[k]")],
+}
 # Sizes of each letter. H is larger: its form must survive convolutions and pooling.
 POOLS = {"B": (1, 2, 3, 4, 5), "T": (1, 2, 3, 5, 7), "H": (5, 6, 7, 8)}
 # Letters in braces of a form -> how the value is drawn, given the rank of `h`.
@@ -91,6 +109,11 @@ class Program:
     lines: tuple[str, ...]
     inside: bool
 
+    @property
+    def selects(self) -> bool:
+        """Whether the program computes with what a mask selects."""
+        return any(self.start in starts for starts in SELECTED.values())
+
     def source(self) -> str:
         """Return the source of the whole class Net."""
         layers: list[str] = []
@@ -104,7 +127,8 @@ class Program:
         ]
         body = "\n        ".join(line for line in (self.start[1], *lines) if line)
         # Half of the programs compute their loss inside the exported graph.
-        result = "(h - 0.3).square().mean()" if self.inside else "h"
+        mean = "sum" if self.selects else "mean"
+        result = f"(h - 0.3).square().{mean}()" if self.inside else "h"
         return TEMPLATE.format(layers="".join(layers), body=body or "pass", result=result)
 
     def net(self) -> nn.Module:
@@ -131,7 +155,7 @@ class Program:
             other = [
                 1 if letter in always | once else size for letter, size in zip(self.start[0], wide)
             ]
-            mask = torch.rand(*wide[:-1]) > 0.3
+            mask = torch.rand(*wide[:-1]) > (2.0 if self.selects and rng.random() < 0.4 else 0.3)
             ids = torch.randint(0, 6, wide[:-1])
             made.append([torch.randn(wide), torch.randn(other), mask, ids])
         return made
@@ -145,7 +169,8 @@ def program(seed: int) -> Program | None:
         rng = random.Random(seed * 1000 + attempt)
         ranks, form = rows[seed % len(rows)]
         rank = rng.choice([r for r in STARTS if _may(ranks, r)])
-        found = Program(seed, rng.choice(STARTS[rank]), (), (), rng.random() < 0.5)
+        starts = SELECTED.get(rank, STARTS[rank]) if seed % 3 == 2 else STARTS[rank]
+        found = Program(seed, rng.choice(starts), (), (), rng.random() < 0.5)
         wanted = rng.choice((1, 1, 2, 3))
         found = _longer(found, form, rank, rng) or found
         for _ in range(20 if found.forms else 0):
@@ -171,7 +196,9 @@ def _longer(before: Program, form: str, rank: int, rng: random.Random) -> Progra
     try:
         return (
             after
-            if _rank(after) <= 4 and all(g.isfinite().all() for g in trained(after, eager))
+            if _rank(after) <= 4
+            # The mean of nothing is nan.
+            and all(g.isfinite().all() or after.selects for g in trained(after, eager))
             else None
         )
     # Most combinations of forms do not fit together.
@@ -215,7 +242,7 @@ def trained(
     module = engine(net.double() if exact else net)
     found = []
     for batch in made.batches():
-        wide = [value.double() if exact and value.is_floating_point() else value for value in batch]
+        wide = [_exactly(value, exact) for value in batch]
         # A third of the programs also compare the gradient of the input.
         wide[0] = wide[0].requires_grad_(bool(made.seed % 3 == 0))
         net.zero_grad()
@@ -228,7 +255,17 @@ def trained(
             out.detach(),
             *(torch.zeros_like(p.detach()) if p.grad is None else p.grad.clone() for p in of),
         ]
+    if made.selects:
+        module.eval()
+        with torch.no_grad():
+            found += [
+                module(*(_exactly(value, exact) for value in batch)) for batch in made.batches()
+            ]
     return found
+
+
+def _exactly(value: torch.Tensor, exact: bool) -> torch.Tensor:
+    return value.double() if exact and value.is_floating_point() else value
 
 
 def verdict(made: Program) -> tuple[str, str]:
@@ -247,7 +284,9 @@ def verdict(made: Program) -> tuple[str, str]:
     for place, (mine, other, true) in enumerate(zip(ours, theirs, exact)):
         told = _difference(mine, other, true)
         if told:
-            return "differs", f"batch {place // len(names)}, {names[place % len(names)]}: {told}"
+            number, rest = divmod(place, len(names))
+            where = names[rest] if number < 3 else f"evaluation {rest}"
+            return "differs", f"batch {number}, {where}: {told}"
     return "same", ""
 
 

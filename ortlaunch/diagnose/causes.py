@@ -40,6 +40,22 @@ def _with_precision(failure: Failure, found: Evidence) -> Failure:
 
 
 def advice_for(failure: Failure, found: Evidence) -> tuple[str, ...]:
-    """Return advice for a failure; for a hang, the stack files of all ranks come first."""
-    stacks = (f"see the stack traces of all ranks: {found.run.errors}/stacks_*.txt",)
-    return (*(stacks if failure.cause is Cause.HANG else ()), *advice(failure))
+    """Return advice for a failure, first what depends on the run.
+
+    For a hang these are the stack files of all ranks, for a crash in ONNX Runtime another engine.
+    """
+    if failure.cause is Cause.HANG:
+        stacks = f"see the stack traces of all ranks: {found.run.errors}/stacks_*.txt"
+        return (stacks, *advice(failure))
+    if failure.cause is not Cause.GRAPH_CRASH:
+        return advice(failure)
+    saved = found.run.complete_checkpoints()
+    begin = (
+        f"goes on with --run-dir={found.run} after step {saved[-1][0]}, its newest checkpoint"
+        if saved
+        else "begins again: this run had no checkpoint yet (checkpoint.every_steps)"
+    )
+    return (
+        f"engine.name=eager trains in PyTorch, without ONNX Runtime, and {begin}",
+        *advice(failure),
+    )

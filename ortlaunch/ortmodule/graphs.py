@@ -313,7 +313,8 @@ def _form(value: object, trains: bool) -> object:
     The function runs in every forward pass, so it must be fast.
     """
     if isinstance(value, torch.Tensor):
-        return value.dtype, value.dim(), value.device, trains and value.requires_grad
+        empty = value.numel() == 0
+        return value.dtype, value.dim(), value.device, trains and value.requires_grad, empty
     if isinstance(value, Mapping):
         return type(value), tuple((name, _form(inner, trains)) for name, inner in value.items())
     if isinstance(value, (list, tuple)):

@@ -136,9 +136,10 @@ _ADVICE: dict[Cause, tuple[str, ...]] = {
         "where its lock service runs",
     ),
     Cause.CRASH: (
-        "export PYTHONFAULTHANDLER=1 prints the Python stack of the crash",
+        "the Python stack of the crash is in its log",
         "check your own libraries and extensions first; then run ortlaunch setup",
     ),
+    Cause.GRAPH_CRASH: ("engine.torch_modules=[PATH] keeps one layer out of ONNX Runtime's graph",),
     Cause.KILLED: (
         "find the sender of the signal (a person, a scheduler, a watchdog) in dmesg or the "
         "scheduler's log",
@@ -170,10 +171,11 @@ def verdict(failure: Failure) -> str:
     # `kind` is OUT_OF_MEMORY also for a process that the kernel ended for memory.
     if failure.kind is Cause.OUT_OF_MEMORY:
         return _of_memory(failure)
-    if failure.cause is Cause.CRASH and failure.signal is not None:
+    if failure.cause in (Cause.CRASH, Cause.GRAPH_CRASH) and failure.signal is not None:
         line = f": {failure.detail}" if failure.detail else ""
         meaning = _CRASHES.get(signal.Signals(failure.signal), "")
-        return f"{failure.place} crashed in native code ({_name(failure)}, {meaning}){line}"
+        what = "native code" if failure.cause is Cause.CRASH else "ONNX Runtime's graph"
+        return f"{failure.place} crashed in {what} ({_name(failure)}, {meaning}){line}"
     # Without a rank the command's own sentence is the verdict.
     if failure.rank is None and failure.cause in (*_SENTENCES, Cause.STOPPED):
         return sentence(failure)

@@ -33,9 +33,13 @@ _CAUSES = (
     (Cause.UNREADABLE_FILE, r"PermissionError|Permission denied|Errno 13\b"),
     (Cause.NO_LOCKS, r"No locks available|Errno 37\b"),
 )
+# Of Python's fault handler only the stack counts: its first line repeats the signal's name.
 _NATIVE = (
-    r"terminate called|what\(\):|Assertion|assert|CHECK failed|Fatal Python error|Check failed"
+    r"terminate called|what\(\):|Assertion|assert|CHECK failed|Check failed"
+    r"|Fatal Python error(?!: (Aborted|Segmentation|Floating|Bus|Illegal))"
 )
+# The innermost frames of the stack that Python's fault handler prints.
+_STACK = re.compile(r'most recent call first\):\n  File "(.+)", line (\d+) in (.+)')
 # A rank that loses its peers fails too; these messages mean that the cause is on another rank.
 _PEER_IS_GONE = (
     r"Connection closed by peer|Connection reset by peer|remote process|NCCL error|Broken "
@@ -51,9 +55,23 @@ def cause_in(text: str) -> tuple[Cause, str] | None:
     return next(((cause, line) for cause, line in found if line), None)
 
 
-def crash_line(text: str) -> str:
-    """Return the line that native code printed at its crash; "" if it printed none."""
-    return last_line(_NATIVE, text)
+def crash_in(text: str) -> tuple[Cause, str]:
+    """Return the cause of a crash in native code, with what that printed and where Python was.
+
+    Args:
+        text: the end of the rank's error log.
+    """
+    cause = Cause.CRASH
+    place = ""
+    for file, line, function in (found.groups() for found in _STACK.finditer(text)):
+        is_graph = file.endswith("_execution_agent.py")
+        cause = Cause.GRAPH_CRASH if is_graph else Cause.CRASH
+        place = (
+            f"in its {function.removeprefix('run_')} pass"
+            if is_graph
+            else f"called by {function} at {file}:{line}"
+        )
+    return cause, "; ".join(filter(None, (last_line(_NATIVE, text), place)))
 
 
 def lost_a_peer(text: str) -> bool:

@@ -13,7 +13,7 @@ import pytest
 
 from ortlaunch.cause import Cause, Failure
 from ortlaunch.run_folder.cause_text import advice, sentence, verdict
-from ortlaunch.run_folder.library_messages import cause_in, lost_a_peer
+from ortlaunch.run_folder.library_messages import cause_in, crash_in, lost_a_peer
 from ortlaunch.run_folder.records import from_json
 
 PACKAGE = Path(__file__).parents[2] / "ortlaunch"
@@ -226,6 +226,23 @@ def test_messages_of_libraries(text: str, cause: Cause, line: str) -> None:
     found = cause_in(text)
     assert found is not None
     assert (found[0], found[1].startswith(line)) == (cause, True)
+
+
+@pytest.mark.parametrize(
+    ("frame", "expected"),
+    [
+        ("x/_execution_agent.py", (Cause.GRAPH_CRASH, "what(): y; in its backward pass")),
+        ("net.py", (Cause.CRASH, "what(): y; called by run_backward at net.py:9")),
+    ],
+)
+def test_the_stack_of_a_crash_tells_whose_it_is(frame: str, expected: tuple[Cause, str]) -> None:
+    """The innermost frame of Python's fault handler is ONNX Runtime's, or that of other code."""
+    log = (
+        "what(): y\nFatal Python error: Segmentation fault\n\nCurrent thread 0x1 (most recent call "
+        f'first):\n  File "{frame}", line 9 in run_backward\n  File "loop.py", line 3 in main\n'
+    )
+    assert crash_in(log) == expected
+    assert crash_in("nothing") == (Cause.CRASH, "")
 
 
 def test_other_messages_tell_no_cause() -> None:

@@ -23,7 +23,7 @@ from ortlaunch.launch.record import JobRecord
 from ortlaunch.launch_plan import USUAL_PROCESS
 from ortlaunch.recipe import to_yaml
 from ortlaunch.run_folder.cause_text import OURS, sentence
-from ortlaunch.run_folder.folder import RunDir, write_json, write_text
+from ortlaunch.run_folder.folder import COMPLETE, RunDir, write_json, write_text
 from tests.makers import bert, host, plan, recipe
 
 GiB = 1 << 30
@@ -93,6 +93,11 @@ RANKS: dict[str, tuple[dict[str, Any], str]] = {
         {"signal": 11, "exit_status": 139, "detail": "what(): y"},
         "rank 1 on host a crashed in native code (SIGSEGV, invalid memory access): what(): y",
     ),
+    "graph-crash": (
+        {"signal": 8, "exit_status": 136, "detail": "in its backward pass"},
+        "rank 1 on host a crashed in ONNX Runtime's graph (SIGFPE, an arithmetic error): in its "
+        "backward pass",
+    ),
     "killed": (
         KILLED,
         "rank 1 on host a was killed (SIGKILL); its control group reports no lack of memory",
@@ -121,6 +126,18 @@ def test_the_account_of_a_rank(kind: str, tmp_path: Path) -> None:
     assert (found.kind, found.verdict) == (kind, said)
     assert "    | last words" in found.evidence
     assert "  rank 0 ended later: 1 in all" in found.evidence
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_crash_of_onnx_runtime_offers_eager(saved: bool, tmp_path: Path) -> None:
+    """The advice has the other engine, and where the run goes on."""
+    run = made(tmp_path, cause="graph-crash", signal=8)
+    if saved:
+        run.checkpoint(7).mkdir(parents=True)
+        (run.checkpoint(7) / COMPLETE).touch()
+    advice = diagnose(run).advice[0]
+    assert advice.startswith("engine.name=eager trains in PyTorch")
+    assert ("after step 7" in advice, "no checkpoint yet" in advice) == (saved, not saved)
 
 
 def test_the_evidence_is_the_short_traceback(tmp_path: Path) -> None:

@@ -264,6 +264,9 @@ def _own(tensor: torch.Tensor, taken: set[int]) -> torch.Tensor:
     taken: memory in use by other tensors; the memory of the result is added.
     """
     plain = tensor.detach()
+    # Of nothing torch takes any strides for contiguous, and ORT those of its own alone.
+    if not plain.numel():
+        return plain.new_empty(plain.shape)
     # ORT has no sparse outputs.
     if plain.layout != torch.strided:
         plain = plain.to_dense()

@@ -113,7 +113,15 @@ _CHANGES: dict[str, dict[str, tuple[tuple[str, str], ...]]] = {
             ),
         ),
         "custom_function_shared.h": (("#include <torch/extension.h>", ""),),
-        "custom_function_shared.cc": (("#include <torch/extension.h>", ""),),
+        # All tensors without elements have the address 0, and share no memory.
+        "custom_function_shared.cc": (
+            ("#include <torch/extension.h>", ""),
+            (
+                "if (input_tensor_address_to_tensor_input_index_map.find(t_data_address) !=",
+                "if (t_data_address && "
+                "input_tensor_address_to_tensor_input_index_map.find(t_data_address) !=",
+            ),
+        ),
         "custom_function_bw.h": (("#include <torch/extension.h>", ""),),
         "custom_function_bw.cc": (
             ("#include <torch/extension.h>", ""),

@@ -93,6 +93,10 @@ def _following(original: AnyFunction, manager: Manager) -> object:
         @staticmethod
         def backward(ctx: Any, *gradients: torch.Tensor | None) -> object:
             _check_versions(ctx.ortlaunch_saved)
+            # The gradient of a sum over nothing has strides that ORT refuses.
+            gradients = tuple(
+                g if g is None or g.numel() else g.new_empty(g.shape) for g in gradients
+            )
             # With create_graph=True, autograd would record the operations of ORT's own backward.
             with torch.no_grad():
                 found = function.backward(ctx, *gradients)

@@ -77,7 +77,7 @@ def put_out_batch_sizes(export: Export, model: onnx.ModelProto) -> None:
     _refuse_frozen_nodes(model)
     if export.device.type == "cpu":
         # On CUDA cuDNN computes the statistics, in the same way as in PyTorch.
-        _put_out_sizes(model, export.facts["batch_norms"])
+        _put_out_sizes(export, model)
 
 
 def with_each_mode(export: AnyFunction) -> AnyFunction:
@@ -239,15 +239,19 @@ def _plain(name: str) -> str:
     return name.replace("_original_module.", "", 1)
 
 
-def _put_out_sizes(model: onnx.ModelProto, layers: list[str]) -> None:
+def _put_out_sizes(export: Export, model: onnx.ModelProto) -> None:
     """Add an output for each layer: the number of values behind its statistics, times its channels."""
     from onnx import TensorProto, helper
 
     # Input 4 of a BatchNormalization is the running variance.
     normalized = {node.input[4]: node.input[0] for node in _norm_nodes(model)}
-    for path in layers:
+    for path in export.facts["batch_norms"]:
         if f"{path}.running_var" not in normalized:
-            raise EngineError(f"{path} is a BatchNorm inside a branch of ONNX Runtime's graph")
+            why = (
+                f"{_plain(path)} is a BatchNorm inside a branch, or of a batch whose size follows "
+                "from values and may be 0; ONNX Runtime's graph cannot update its statistics"
+            )
+            raise torch_modules.instead(export, path, why)
         name = f"{_SIZE}{path}"
         model.graph.node.append(
             helper.make_node("Size", [normalized[f"{path}.running_var"]], [name])

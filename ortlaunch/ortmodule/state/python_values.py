@@ -29,6 +29,7 @@ from ortlaunch.ortmodule.base.torch_calls import getter
 from ortlaunch.ortmodule.torch_in_graph import torch_modules
 from ortlaunch.ortmodule.tracing import aliases, grad_mode
 from ortlaunch.ortmodule.tracing.grad_mode import changed_since, tensors, versions_of
+from ortlaunch.ortmodule.tracing.selections import Selections
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -105,7 +106,7 @@ class _ReadLocations:
 
 
 # Kinds of tensors, in this order: a result has the largest kind of its arguments.
-_CONSTANT, _BUFFER, _ONE, _SIZE, _VALUE = range(5)
+_CONSTANT, _BUFFER, _ONE, _SIZE, _SELECTED, _VALUE = range(6)
 _COMPARED = {
     _T.__gt__,
     _T.__lt__,
@@ -137,6 +138,7 @@ class _Watch(TorchFunctionMode):
         self.places = _ReadLocations()
         # Tensors without an entry are values.
         self._kinds = WeakTensorKeyDictionary()
+        self._selections = Selections()
         self.made = WeakTensorKeyDictionary()
         """Values, with the line of the model's code that made each."""
         self._module = module
@@ -175,17 +177,19 @@ class _Watch(TorchFunctionMode):
         kind = max((self._kinds.get(tensor, _VALUE) for tensor in given), default=_CONSTANT)
         versions = versions_of(given)
         result = func(*args, **kwargs)
+        selected = self._selections.read(func, args, result) if func in _SIZES else []
         if func in _SIZES:
-            kind = min(kind, _SIZE)
+            kind = min(kind, _SELECTED if selected and func is _T.__len__ else _SIZE)
         elif kind == _SIZE and func in _COMPARED and _zero_or_one(*args[1:]):
             kind = _ONE
         elif func is torch.normal or getattr(func, "__name__", "").startswith(_DRAWN):
             kind = _VALUE
         if (func in _TAKEN or func is _T.__len__) and kind != _CONSTANT:
+            places = self.places
+            decided = places.decisions
             self._note(
-                (self.places.buffers, self.places.ones, self.places.sizes, self.places.decisions)[
-                    kind - 1
-                ]
+                (places.buffers, places.ones, places.sizes, decided, decided)[kind - 1],
+                of_size=_ONE <= kind <= _SELECTED,
             )
         changed = changed_since(given, versions)
         for tensor in (
@@ -193,6 +197,8 @@ class _Watch(TorchFunctionMode):
             *tensors(list(result) if isinstance(result, torch.Size) else result),
         ):
             self._kinds[tensor] = kind
+        self._kinds.update(dict.fromkeys(tensors(selected), _SELECTED))
+        self._selections.follow(func, args, given, result)
         if kind == _VALUE:
             frame = user_frame()
             line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
@@ -203,20 +209,19 @@ class _Watch(TorchFunctionMode):
             )
         return result
 
-    def _note(self, places: set[str]) -> None:
-        """Record the line of the model that reads a value."""
+    def _note(self, places: set[str], of_size: bool) -> None:
+        """Record the line of the model that reads a value, or a size."""
         frame = sys._getframe(2)
         while frame.f_back and frame.f_code.co_filename in _BETWEEN:
             frame = frame.f_back
         if any(part in frame.f_code.co_filename for part in _QUIET):
             return
         asked = frame.f_code.co_filename
-        sizes = places is self.places.sizes or places is self.places.ones
         # torch checks the sizes of arguments, as nn.GRU does.
-        if sizes and asked.startswith(_TORCH) and _only_checks(asked, frame.f_lineno):
+        if of_size and asked.startswith(_TORCH) and _only_checks(asked, frame.f_lineno):
             return
         masked = False
-        while frame.f_back and frame.f_code.co_filename.startswith(_TORCH):
+        while frame.f_back and frame.f_code.co_filename.startswith((_TORCH, *_BETWEEN)):
             masked = masked or frame.f_code.co_name == _MASK_CHECK
             frame = frame.f_back
         file = frame.f_code.co_filename

@@ -17,6 +17,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+import torch
+
 from ortlaunch.ortmodule.base import torch_calls
 from ortlaunch.ortmodule.base.counters import tally
 from ortlaunch.ortmodule.base.differentiable import SILENT, Gradients, is_valid
@@ -28,9 +30,9 @@ from ortlaunch.ortmodule.base.source_guard import EVALUATION, TRAINING, TRANSITI
 from ortlaunch.ortmodule.build import extensions
 from ortlaunch.ortmodule.torch_in_graph import attention, attention_choice, operator_calls
 from ortlaunch.ortmodule.torch_in_graph.operator_table import DRAWING, is_torchs
+from ortlaunch.ortmodule.torch_in_graph.value_sizes import ValueSizes
 
 if TYPE_CHECKING:
-    import torch
     from torch.onnx._internal.torchscript_exporter.jit_utils import GraphContext
 
     from ortlaunch.ortmodule.base.ort_types import AnyFunction, Manager
@@ -116,6 +118,7 @@ class _Translator:
         self._auto = settings_of(export.options).torch_operators == "auto"
         self._names = {*names, *_blamed_so_far(export.options)}
         self._schemas: dict[str, Any] = {}
+        self._empty = [place for place, given in enumerate(export.inputs) if _is_empty(given)]
         self._device = export.device.type
         # The latest random values in the graph. The next ones depend on them, so that the order
         # of the draws is that of eager PyTorch.
@@ -139,6 +142,8 @@ class _Translator:
             schema = node.schema()
             if schema != "(no schema)" and node.outputsSize():
                 self._schemas[next(node.outputs()).debugName()] = schema
+        inputs = list(graph.inputs())
+        self._sizes = ValueSizes(inputs[place] for place in self._empty)
         return original(graph, *args, **kwargs)
 
     def translate(self, original: AnyFunction, *given: Any) -> Any:
@@ -185,7 +190,11 @@ class _Translator:
         written = new[before:]
         for one in written:
             self._makers.setdefault(_operator(one), {})[name] = call.line()
-        if not all(map(is_valid, written)) or self._lost(written, outputs):
+        if (
+            not all(map(is_valid, written))
+            or self._lost(written, outputs)
+            or self._sizes.reach(node)
+        ):
             return self._instead(call, context, None, outputs)
         return outputs
 
@@ -228,6 +237,10 @@ class _Translator:
                 f"graph: {why}. Write it with other operators, or let the layer run as torch "
                 f"({setting})"
             ) from error
+
+
+def _is_empty(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and not value.numel()
 
 
 def _is_trained(parameters: dict[str, bool], others: set[str], name: str) -> bool:

@@ -121,6 +121,14 @@ class _Aliases(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _FORMS:
             return func(*args, **kwargs)
+        if func is Tensor.__setitem__ and (parts := _split(args[1])):
+            # The exporter would take the mask for an index.
+            view, masked = parts
+            part = self.__torch_function__(Tensor.__getitem__, types, (args[0], view))
+            return self.__torch_function__(func, types, (part, masked, *args[2:]))
+        if func is Tensor.__setitem__ and (places := _places(args)):
+            # torch would cut off a first dimension of `value` that is 1 in this batch.
+            func, args = torch.ops.aten.index_put_, (args[0], places, args[2])
         if func in _WITH_BOOL:
             args, kwargs = tree_map_only(bool, torch.tensor, (args, kwargs))
         given = tensors((args, kwargs))
@@ -224,6 +232,43 @@ class _Aliases(TorchFunctionMode):
         # From now on the first tensor, too, must keep the memory with its changes.
         if first := memory.first():
             first.held = memory
+
+
+def _split(index: object) -> tuple[Args, Args] | None:
+    """Split `[mask, 0]` into the view `[:, 0]` and the index `[mask]` of it.
+
+    Returns:
+        None for other indices than masks beside numbers and slices.
+    """
+    parts = index if isinstance(index, tuple) else ()
+    plain = [part for part in parts if isinstance(part, (int, slice))]
+    masks = [part for part in parts if isinstance(part, Tensor) and part.dtype == torch.bool]
+    if not masks or plain.count(slice(None)) == len(plain) or len(plain) + len(masks) < len(parts):
+        return None
+    view: list[object] = []
+    masked: list[object] = []
+    for part in parts:
+        if isinstance(part, Tensor):
+            view += [slice(None)] * part.dim()
+            masked.append(part)
+        else:
+            view.append(part)
+            masked += [] if isinstance(part, int) else [slice(None)]
+    while isinstance(masked[-1], slice):
+        masked.pop()
+    return tuple(view), tuple(masked)
+
+
+def _places(args: Args) -> list[Tensor | None]:
+    """Return the index of `x[index] = value` for index_put_; empty for an index of another form."""
+    x, index, value = args
+    parts = index if isinstance(index, tuple) else (index,)
+    if not isinstance(value, Tensor) or not 0 < value.dim() <= x.dim():
+        return []
+    if not all(isinstance(part, Tensor) or part == slice(None) for part in parts):
+        return []
+    places = [part if isinstance(part, Tensor) else None for part in parts]
+    return places if any(place is not None for place in places) else []
 
 
 def _targets(

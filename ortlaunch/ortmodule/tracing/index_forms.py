@@ -57,11 +57,16 @@ def index_put(g: Any, into: Any, indices: Any, values: Any, accumulate: Any = No
     one of several values for the same element.
     """
     put = importlib.import_module("torch.onnx.symbolic_opset11").index_put
-    given = symbolic_helper._unpack_list(indices)
+    given: list[Any] = symbolic_helper._unpack_list(indices)
     adds = accumulate is not None and symbolic_helper._maybe_get_const(accumulate, "b")
     masked = any(is_bool(one) for one in given)
-    # For a single mask and a scalar, torch's form is correct: it is a masked fill.
+    # For a single mask and a scalar, torch's form is a masked fill, of a mask with all dimensions.
     if masked and len(given) == 1 and not adds and symbolic_helper._get_tensor_rank(values) == 0:
+        missing = range(given[0].type().dim(), into.type().dim())
+        if missing:
+            mask = symbolic_helper._unsqueeze_helper(g, given[0], [*missing])
+            mask.setType(given[0].type().with_sizes([None] * into.type().dim()))
+            indices = g.op("prim::ListConstruct", mask)
         return put(g, into, indices, values, accumulate)
     own: dict[str, Callable[..., Any]] = {}
     if masked:

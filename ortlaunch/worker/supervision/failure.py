@@ -20,7 +20,7 @@ from ortlaunch.json_types import Json
 from ortlaunch.rank import EXIT_SAVED, Rank
 from ortlaunch.run_folder.cause_text import CRASHES
 from ortlaunch.run_folder.folder import RunDir, account, is_full, write_json
-from ortlaunch.run_folder.library_messages import cause_in, crash_line, lost_a_peer
+from ortlaunch.run_folder.library_messages import cause_in, crash_in, lost_a_peer
 from ortlaunch.worker.supervision.pulse import Pulse
 from ortlaunch.worker.supervision.user_frames import folded, raised_at
 
@@ -104,9 +104,12 @@ class Account:
 
     def of_end(self, pid: int, what: str, record: Json) -> None:
         """Record the end of a rank that recorded nothing itself."""
-        words = self._last_words()
+        log = self._log_end()
+        words = "\n".join(log.splitlines()[-20:])
         no_space = self._no_space() if record["signal"] is None else ""
         cause, detail = _cause_of_end(record["signal"], words, no_space)
+        if cause is Cause.CRASH:
+            cause, detail = crash_in(log)
         known = {"message": what, "traceback": words, "cause": cause, "detail": detail}
         self.write(pid, what + no_space, {**known, **record})
 
@@ -149,11 +152,11 @@ class Account:
             error = error.__cause__ or error.__context__
         return f": no space left on device ({self.run})" if is_full(self.run.path) else ""
 
-    def _last_words(self) -> str:
-        """Return the last 20 lines of the rank's error log."""
+    def _log_end(self) -> str:
+        """Return the last 100 lines of the rank's error log, more than a stack has."""
         with contextlib.suppress(OSError):
             lines = self.run.log(self.rank.rank, "err").read_text(errors="replace").splitlines()
-            return "\n".join(lines[-20:])
+            return "\n".join(lines[-100:])
         return ""
 
 
@@ -207,7 +210,7 @@ def _cause_of_end(number: int | None, words: str, no_space: str) -> tuple[Cause,
     if found := _memory_or_disk(named, no_space):
         return found
     if number in CRASHES:
-        return Cause.CRASH, crash_line(words)
+        return Cause.CRASH, ""
     if number:
         return Cause.KILLED if number == signal.SIGKILL else Cause.SIGNALLED, ""
     return named or (Cause.LEFT_EARLY, "")

@@ -79,11 +79,14 @@ class Watchdog:
             )
 
     def listen(self) -> None:
-        """In the rank: let SIGQUIT print the stacks of all threads from now on.
+        """In the rank: let SIGQUIT, and crashes, print the stacks of threads from now on.
 
         This also works while Python is busy in C code.
         """
         faulthandler.register(signal.SIGQUIT, file=self._stacks, all_threads=True)
+        # A crash in native code prints the Python stack into the rank's log. A descriptor of its own,
+        # because ONNX Runtime redirects standard error during an export.
+        faulthandler.enable(os.dup(2), all_threads=False)
 
     def poll(self, child: Child) -> None:
         """Receive heartbeats and orders, send a heartbeat, and judge.

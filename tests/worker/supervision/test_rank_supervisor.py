@@ -190,7 +190,7 @@ CAUSES = {
     "os._exit(5)": ("left-early", ""),
     "os.kill(os.getpid(), 9)": ("killed", ""),
     "print('terminate called: x', file=sys.stderr, flush=True); os.kill(os.getpid(), 6)":
-        ("crash", "terminate called: x"),
+        ("crash", "terminate called: x; called by <module> at <string>:1"),
     "os.kill(os.getpid(), 15)": (
         "stopped", "was stopped by SIGTERM before its first or after its last step: nothing to save"),
 }  # fmt: skip
