@@ -99,6 +99,7 @@ def _called(
             output.byte() if i in boolean_results else output for i, output in enumerate(outputs)
         )
 
+    @torch_calls.noting_errors()
     def forward(ctx: Any, *args: Any) -> Any:
         given = tree_map_only(torch.Tensor, _copy, args) if keeps_graph else args
         outputs = function.forward(ctx, *entered(given))
@@ -106,11 +107,13 @@ def _called(
             keeps_graph.append(True)
         return as_uint8(outputs)
 
+    @torch_calls.noting_errors()
     def set_up(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         function.setup_context(ctx, tuple(entered(inputs)), output)
         if saves:
             _copy_saved(ctx, inputs)
 
+    @torch_calls.noting_errors()
     def backward(ctx: Any, *gradients: Any) -> Any:
         found = function.backward(ctx, *gradients)
         if not saves:

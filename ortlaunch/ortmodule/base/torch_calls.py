@@ -101,32 +101,17 @@ def timed_pass() -> Iterator[None]:
         yield
 
 
-_errors: list[Exception] = []
+errors: list[Exception] = []
+"""Errors of calls in the current pass, for torch_in_graph/pass_errors.py."""
 
 
 @contextlib.contextmanager
-def with_errors_named() -> Iterator[None]:
-    """Add the cause to the error of a failed call of torch during a pass of ORT's graph.
-
-    ORT reports that the call failed, without the reason.
-    """
-    _errors.clear()
+def noting_errors() -> Iterator[None]:
+    """Keep an error of a call, which ORT would not pass on."""
     try:
         yield
     except Exception as error:
-        if not _errors:
-            raise
-        raise RuntimeError(f"in a call of torch from ONNX Runtime's graph: {_errors[0]}") from error
-    finally:
-        _errors.clear()
-
-
-@contextlib.contextmanager
-def _noting_errors() -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        _errors.append(error)
+        errors.append(error)
         raise
 
 
@@ -152,7 +137,7 @@ def as_function(
         ctx.set_materialize_grads(False)
         # The exporter calls the function once to trace it; this is no call from a graph.
         exporting = torch.jit.is_tracing()
-        with _timed(Calls() if exporting else counted), _noting_errors(), around():
+        with _timed(Calls() if exporting else counted), noting_errors(), around():
             counted.forward += not exporting
             outputs = _run(ctx, run, inputs, kept, own)
             ctx.mark_non_differentiable(
@@ -179,7 +164,7 @@ def one_call(name: str, backward: bool = False) -> Iterator[None]:
     counted = calls.setdefault(name, Calls())
     counted.forward += not backward
     counted.backward += backward
-    with _timed(counted), _noting_errors():
+    with _timed(counted), noting_errors():
         yield
 
 

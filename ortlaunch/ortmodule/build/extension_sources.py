@@ -29,6 +29,18 @@ static DLManagedTensor* own_memory(const at::Tensor& tensor, const std::vector<c
 }
 
 """
+# ORT passes on the text of an error, without its type. torch_in_graph/pass_errors.py reads both.
+_TORCHS_ERRORS = """\
+  try {
+    aten_op.op->getOperation()(stack);
+  } catch (const c10::IndexError& e) {
+    throw std::runtime_error(std::string("torch's IndexError: ") + e.what_without_backtrace());
+  } catch (const c10::ValueError& e) {
+    throw std::runtime_error(std::string("torch's ValueError: ") + e.what_without_backtrace());
+  } catch (const c10::Error& e) {
+    throw std::runtime_error(std::string("torch's RuntimeError: ") + e.what_without_backtrace());
+  }
+"""
 _INTEROP_INCLUDES = """\
 #include <iostream>
 #include <ATen/DLConvertor.h>
@@ -68,6 +80,21 @@ static at::Tensor tensor_from_capsule(PyObject* capsule) {
 # Compiled as one file instead of five: torch's headers take nearly all of the compile time.
 _INTEROP_FILES = ("ctx_pool", "custom_function_shared", "custom_function_bw", "custom_function_fw")
 
+
+def _quiet(step: str) -> tuple[tuple[str, str], ...]:
+    """Return the changes after which an error in a function is raised alone, and not printed too."""
+    printed = (
+        f'    std::cerr << "custom_function_{step}_runner failed with " << e.what() << std::endl;\n'
+    )
+    return (
+        (
+            "    if (PyErr_Occurred()) {\n      PyErr_Print();",
+            "    if (PyErr_Occurred()) {\n      PyErr_Clear();",
+        ),
+        (printed, ""),
+    )
+
+
 # By extension and installed file: pairs of a text and its replacement.
 _CHANGES: dict[str, dict[str, tuple[tuple[str, str], ...]]] = {
     "torch_gpu_allocator": {
@@ -87,6 +114,7 @@ _CHANGES: dict[str, dict[str, tuple[tuple[str, str], ...]]] = {
                 "at::toDLPack(tensor.is_contiguous() ? tensor : tensor.contiguous())",
                 "own_memory(tensor, arguments)",
             ),
+            ("  aten_op.op->getOperation()(stack);\n", _TORCHS_ERRORS),
         ),
     },
     "torch_interop_utils": {
@@ -126,6 +154,7 @@ _CHANGES: dict[str, dict[str, tuple[tuple[str, str], ...]]] = {
         "custom_function_bw.cc": (
             ("#include <torch/extension.h>", ""),
             ("torch::utils::tensor_fromDLPack(", "tensor_from_capsule("),
+            *_quiet("backward"),
         ),
         "custom_function_fw.h": (("#include <torch/extension.h>", ""),),
         "custom_function_fw.cc": (
@@ -168,6 +197,7 @@ _CHANGES: dict[str, dict[str, tuple[tuple[str, str], ...]]] = {
 """,
             ),
             ("  auto saved_for = py_fn->cdata.lock();\n", "  auto saved_for = cdata;\n"),
+            *_quiet("forward"),
         ),
         "torch_interop_utils.cc": (
             (

@@ -18,6 +18,7 @@ from ortlaunch.ortmodule.base.counters import tally
 from ortlaunch.ortmodule.base.patching import wrap_method
 from ortlaunch.ortmodule.base.source_guard import EVALUATION, TRAINING, owner
 from ortlaunch.ortmodule.build import extensions
+from ortlaunch.ortmodule.torch_in_graph.pass_errors import TEXT
 
 if TYPE_CHECKING:
     from ortlaunch.ortmodule.base.ort_types import AnyFunction, Manager
@@ -139,10 +140,11 @@ def _naming_causes(
     try:
         return original(manager, *args, **kwargs)
     except Exception as error:
-        sentence = _sentence(manager, str(error))
+        text = vars(error).get(TEXT, str(error))
+        sentence = _sentence(manager, text)
         if not sentence:
             raise
-        raise RuntimeError(sentence + _line(str(error))) from error
+        raise RuntimeError(sentence + _line(text)) from error
 
 
 def _sentence(manager: Manager, text: str) -> str:

@@ -175,7 +175,8 @@ class Call:
             raise NotCallable(f"{self.name} is given no tensor")
 
         derived = [gradients.reach(value) for value in self._tensors]
-        place = f"{self.name}{self.line()}"
+        line = self.line()
+        place = f"{self.name}{line}"
 
         def run(*inputs: torch.Tensor) -> list[torch.Tensor]:
             # torch refuses some inputs with a gradient, such as the scale of fake_quantize.
@@ -186,7 +187,12 @@ class Call:
             args = [value for value, name in zip(given, names) if not name]
             kwargs = {name: value for value, name in zip(given, names) if name}
             with torch.no_grad() if draws else contextlib.nullcontext():
-                results = operator(*args, **kwargs)
+                try:
+                    results = operator(*args, **kwargs)
+                except (IndexError, NotImplementedError, RuntimeError, ValueError) as error:
+                    # Without C++ frames, which torch adds to some.
+                    text = str(error).partition("\nException raised from")[0].strip().rstrip(".")
+                    raise type(error)(f"{text}{line and ','}{line}") from None
             results = list(_flat(results))
             if len(results) != len(pairs):
                 raise RuntimeError(

@@ -10,13 +10,16 @@ measured to be faster.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from ortlaunch.ortmodule.tracing import (
+    aliases,
     attention_forms,
+    cross_entropy,
     elementwise_forms,
     index_forms,
     norm_forms,
@@ -57,10 +60,6 @@ def _has_no_float(inputs: Sequence[Any]) -> bool:
     return not _has_float(inputs)
 
 
-def _rounds_floats(inputs: Sequence[Any]) -> bool:
-    return len(inputs) > 2 and _has_float(inputs)
-
-
 def _is_number(inputs: Sequence[Any]) -> bool:
     return bool(inputs[0].type().dim() == 0)
 
@@ -75,6 +74,38 @@ def _has_fraction(inputs: Sequence[Any]) -> bool:
 
 def _has_rare_order(inputs: Sequence[Any]) -> bool:
     return not set(constants(inputs[1])) <= set(_NORMS)
+
+
+def _is_no_matrix(inputs: Sequence[Any]) -> bool:
+    return bool(inputs[0].type().dim() != 2)
+
+
+def _has_several(inputs: Sequence[Any]) -> bool:
+    """Return whether there are several index tensors, of values and not of sizes alone."""
+    indices = list(inputs[1].node().inputs())
+    pending = [index for index in indices if not index.node().mustBeNone()]
+    if len(pending) < 2:
+        return False
+    while pending:
+        node = pending.pop().node()
+        if node.kind() == "prim::Param":
+            return True
+        pending += [] if node.kind() == "aten::size" else node.inputs()
+    return False
+
+
+def _may_be_negative(inputs: Sequence[Any]) -> bool:
+    """Return whether an index is the model's, not one that this package has made."""
+    stack = str(inputs[2].node().sourceRange())
+    own = rf"{re.escape(cross_entropy.__file__)}|{re.escape(aliases.__file__)}\(\d+\): _written"
+    return re.search(own, stack) is None
+
+
+def _divides_by_values(inputs: Sequence[Any]) -> bool:
+    """Return whether integers are divided by values of a tensor, which may be 0."""
+    divisor = inputs[1]
+    is_number = divisor.type().dim() == 0 and inputs[0].type().dim() == 0
+    return not _has_float(inputs) and divisor.node().kind() != "prim::Constant" and not is_number
 
 
 def _depends_on_the_batch(inputs: Sequence[Any]) -> bool:
@@ -107,9 +138,16 @@ OPERATORS = (
         "index", index_forms.index, "several index tensors: negative ones, masks of more dimensions"
     ),
     Operator(
+        "index", TORCH, "several index tensors: one too large is of another row", _has_several
+    ),
+    Operator("index_select", TORCH, "a negative index is from the end", _may_be_negative),
+    Operator("scatter", TORCH, "as `index_select`", _may_be_negative),
+    Operator("scatter_reduce", TORCH, "as `index_select`"),
+    Operator("one_hot", TORCH, "a class too many or a negative one is none"),
+    Operator(
         "index_put", index_forms.index_put, "no broadcast of values; keeps one of repeated places"
     ),
-    Operator("scatter_add", index_forms.scatter_add, "no gradient of what it adds to"),
+    Operator("scatter_add", TORCH, "no gradient of what it adds to; as `index_select`"),
     Operator("index_add", TORCH, "keeps one of repeated places"),
     Operator("index_copy", TORCH, "ends at a negative dimension"),
     Operator("index_fill", TORCH, "ends at a negative dimension"),
@@ -134,7 +172,16 @@ OPERATORS = (
     # Functions of each element
     Operator("floor_divide", index_forms.floor_divide, "rounds towards zero"),
     Operator("floor_divide", TORCH, "rounds towards zero", _has_float),
-    Operator("div", TORCH, "rounds a quotient that float32 has rounded up", _rounds_floats),
+    *(
+        Operator(name, TORCH, "by 0: ends the process", _divides_by_values)
+        for name in ("floor_divide", "fmod", "remainder")
+    ),
+    Operator(
+        "div",
+        TORCH,
+        "rounds a quotient that float32 has rounded up; of integers by 0: ends the process",
+        lambda inputs: len(inputs) > 2 and (_has_float(inputs) or _divides_by_values(inputs)),
+    ),
     Operator("pow", TORCH, "of integers by way of float64: not exact, not wrapped", _has_no_float),
     # The table has no underscores at the end of names.
     Operator("__rshift", TORCH, "of a negative number: rounds towards zero"),
@@ -142,7 +189,6 @@ OPERATORS = (
     Operator("addcmul", TORCH, "of numbers: a dimension too many", _is_number),
     Operator("log10", TORCH, "as `addcmul`", _is_number),
     Operator("nan_to_num", TORCH, "as `addcmul`", _is_number),
-    Operator("one_hot", TORCH, "of a number: ORT's shape inference ends", _is_number),
     Operator(
         "clamp", elementwise_forms.clamp, "its gradient is a product, in which infinity becomes nan"
     ),
@@ -170,6 +216,12 @@ OPERATORS = (
     Operator(
         "pairwise_distance", TORCH, "nan behind equal vectors; p = 1 and 3 without absolute values"
     ),
+    Operator("cross_entropy_loss", TORCH, "takes labels that are no class", _is_no_matrix),
+    *(
+        Operator(name, TORCH, "takes labels that are no class")
+        for name in ("nll_loss", "nll_loss2d", "nll_loss_nd")
+    ),
+    Operator("binary_cross_entropy", TORCH, "infinity from a probability of 0; takes one above 1"),
     Operator("binary_cross_entropy_with_logits", TORCH, "infinity from a score of 17 on"),
     # Layers
     Operator(
@@ -193,7 +245,10 @@ OPERATORS = (
         for name in _UPSAMPLES
     ),
 )
-_TORCHS = {f"aten::{row.name}": row for row in OPERATORS if row.form is TORCH}
+_TORCHS: dict[str, list[Operator]] = {}
+for _row in OPERATORS:
+    if _row.form is TORCH:
+        _TORCHS.setdefault(f"aten::{_row.name}", []).append(_row)
 # Operators that draw random numbers. torch.manual_seed does not set ONNX Runtime's generator, so
 # that torch draws them.
 DRAWING = {
@@ -209,8 +264,7 @@ def is_torchs(name: str, inputs: Sequence[Any]) -> bool:
         name: the operator's full name.
         inputs: the call's inputs in the traced graph.
     """
-    row = _TORCHS.get(name)
-    return row is not None and row.where(inputs)
+    return any(row.where(inputs) for row in _TORCHS.get(name, ()))
 
 
 def with_forms(export: Export, *names: str) -> Export:

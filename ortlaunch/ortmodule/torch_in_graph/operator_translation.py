@@ -19,7 +19,6 @@ from unittest import mock
 
 import torch
 
-from ortlaunch.ortmodule.base import torch_calls
 from ortlaunch.ortmodule.base.counters import tally
 from ortlaunch.ortmodule.base.differentiable import SILENT, Gradients, is_valid
 from ortlaunch.ortmodule.base.export import Export
@@ -28,7 +27,12 @@ from ortlaunch.ortmodule.base.patching import wrap_method
 from ortlaunch.ortmodule.base.settings import settings_of
 from ortlaunch.ortmodule.base.source_guard import EVALUATION, TRAINING, TRANSITION, owner
 from ortlaunch.ortmodule.build import extensions
-from ortlaunch.ortmodule.torch_in_graph import attention, attention_choice, operator_calls
+from ortlaunch.ortmodule.torch_in_graph import (
+    attention,
+    attention_choice,
+    operator_calls,
+    pass_errors,
+)
 from ortlaunch.ortmodule.torch_in_graph.operator_table import DRAWING, is_torchs
 from ortlaunch.ortmodule.torch_in_graph.value_sizes import ValueSizes
 
@@ -46,6 +50,8 @@ _NEVER = {
     "aten::IntImplicit",
     "aten::Bool",
 }
+# The attribute of ORT's options and execution agents that has the model's lines.
+_LINES = "_ortlaunch_lines"
 # The most retries of an export; each one may detect further operators to keep as torch calls.
 _ROUNDS = 8
 # The most source locations in an error message.
@@ -62,7 +68,8 @@ _FAILED = (
 def install() -> None:
     """Wrap ORT's methods so that a failed gradient build is retried with torch's operator."""
     for step in ("_build_graph", "_create_execution_agent"):
-        wrap_method(owner(TRAINING), step, _trying_again)
+        # ORT's own wrapper around the method has another name.
+        wrap_method(owner(TRAINING), step, functools.partial(_trying_again, step))
     wrap_method(owner(EVALUATION), "_create_execution_agent", _forgetting_call)
     wrap_method(owner(TRANSITION), "get_post_processed_model", _noting_call)
     for agent, step in (
@@ -70,7 +77,7 @@ def install() -> None:
         ("Training", "backward"),
         ("Inference", "forward"),
     ):
-        wrap_method(owner(f"_execution_agent:{agent}Agent"), f"run_{step}", _with_errors_named)
+        wrap_method(owner(f"_execution_agent:{agent}Agent"), f"run_{step}", _with_errors_in_words)
 
 
 @contextlib.contextmanager
@@ -128,6 +135,9 @@ class _Translator:
         self._makers: dict[str, dict[str, str]] = vars(export.options).setdefault(
             "_ortlaunch_makers", {}
         )
+        # The same for the lines of a layer's nodes, for `pass_errors`.
+        self._lines: dict[tuple[str, str], dict[str, None]] = {}
+        vars(export.options)[_LINES] = self._lines
         self._layers = [name for name, _ in export.module.named_modules()]
         parameters = {name: p.requires_grad for name, p in export.module.named_parameters()}
         buffers = {name for name, _ in export.module.named_buffers()}
@@ -188,8 +198,7 @@ class _Translator:
         except Exception as error:
             return self._instead(call, context, error)
         written = new[before:]
-        for one in written:
-            self._makers.setdefault(_operator(one), {})[name] = call.line()
+        self._note_lines(node, written, call.line())
         if (
             not all(map(is_valid, written))
             or self._lost(written, outputs)
@@ -197,6 +206,14 @@ class _Translator:
         ):
             return self._instead(call, context, None, outputs)
         return outputs
+
+    def _note_lines(self, node: torch.Node, written: Sequence[torch.Node], line: str) -> None:
+        scope = node.scopeName().rpartition("::")[2].removeprefix("_original_module")
+        for one in written:
+            self._makers.setdefault(_operator(one), {})[node.kind()] = line
+            if line:
+                kind = one.kind().rpartition("::")[2]
+                self._lines.setdefault((scope, kind), {})[line] = None
 
     def _is_fused(self, given: Sequence[Any], inputs: Sequence[Any], listed: bool) -> bool:
         learns_mask = self._gradients.reach(inputs[3])
@@ -307,20 +324,20 @@ def _with_known_shapes(original: AnyFunction, transition: Any, inputs: Any, kwar
 
 
 def _forgetting_call(original: AnyFunction, manager: Manager) -> Any:
-    _built(manager, original.__name__)
-    return original(manager)
+    original(manager)
+    _built(manager, "_create_execution_agent")
 
 
-def _with_errors_named(original: AnyFunction, agent: Any, *args: Any) -> Any:
-    with torch_calls.with_errors_named():
+def _with_errors_in_words(original: AnyFunction, agent: Any, *args: Any) -> Any:
+    with pass_errors.errors_in_words(vars(agent).get(_LINES, {})):
         return original(agent, *args)
 
 
-def _trying_again(original: AnyFunction, manager: Manager, *args: Any) -> Any:
+def _trying_again(step: str, original: AnyFunction, manager: Manager, *args: Any) -> Any:
     for _ in range(_ROUNDS):
         try:
             original(manager, *args)
-            return _built(manager, original.__name__)
+            return _built(manager, step)
         except Exception as error:
             named = {found for pattern in _FAILED for found in re.findall(pattern, str(error))}
             blamed = _leave_optimizer(manager, str(error), *args) or _blame(
@@ -328,7 +345,7 @@ def _trying_again(original: AnyFunction, manager: Manager, *args: Any) -> Any:
             )
             if not blamed:
                 raise
-            _export_anew(manager, original.__name__)
+            _export_anew(manager, step)
     return original(manager, *args)
 
 
@@ -348,6 +365,8 @@ def _leave_optimizer(manager: Manager, message: str, *configs: Any) -> bool:
 
 def _built(manager: Manager, step: str) -> None:
     if step == "_create_execution_agent":
+        lines = vars(manager._runtime_options).get(_LINES, {})
+        vars(manager._execution_agent)[_LINES] = dict(lines)
         vars(manager._graph_transition_manager).pop("_ortlaunch_given", None)
 
 

@@ -11,14 +11,14 @@ in an unexpected form stays ORT's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ortlaunch.ortmodule.base.counters import tally
 from ortlaunch.ortmodule.base.graph import replace_nodes
 from ortlaunch.ortmodule.base.patching import wrap_method
 from ortlaunch.ortmodule.base.settings import Settings, settings_of
-from ortlaunch.ortmodule.base.source_guard import TRAINING, owner
+from ortlaunch.ortmodule.base.source_guard import EVALUATION, TRAINING, owner
 from ortlaunch.ortmodule.torch_in_graph import attention, dropout, own_operators, rms_norm_gradient
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ def call_torch_kernels() -> None:
     Its cross entropy is replaced too, because it accepts labels outside the classes.
     """
     wrap_method(owner(TRAINING), "_build_graph", _building)
+    wrap_method(owner(EVALUATION), "_build_graph", _building_evaluation)
 
 
 def torch_products(settings: Settings) -> bool:
@@ -75,6 +76,12 @@ def _building(original: AnyFunction, manager: Manager, *args: object) -> None:
     replace(manager._onnx_models.optimized_model.graph, products, recomputes)
 
 
+def _building_evaluation(original: AnyFunction, manager: Manager, *args: object) -> None:
+    original(manager, *args)
+    if manager._device.type == "cpu":
+        _replace(manager._onnx_models.optimized_model.graph, _CHECKED)
+
+
 def replace(graph: onnx.GraphProto, products: bool, recomputes: bool = False) -> None:
     """Replace nodes of ORT by torch's operators in an onnx.GraphProto.
 
@@ -85,7 +92,6 @@ def replace(graph: onnx.GraphProto, products: bool, recomputes: bool = False) ->
             operators that it recomputes are not replaced: ORT merges equal calls of torch, which
             keeps their results in memory.
     """
-    rewriting = Rewriting(graph)
     wide = _wide(graph)
     recomputable: dict[str, _Kernel] = {
         "Gelu": lambda graph, node: _function(graph, node, "gelu", ""),
@@ -97,10 +103,9 @@ def replace(graph: onnx.GraphProto, products: bool, recomputes: bool = False) ->
         "DropoutGrad": _dropout_gradient,
     }
     kernels: dict[str, _Kernel] = {
-        "SoftmaxCrossEntropyLossInternal": _loss,
+        **_CHECKED,
         "SoftmaxCrossEntropyLossInternalGrad": _loss_gradient,
         "QuickGeluGrad": _silu,
-        "Sigmoid": lambda graph, node: _function(graph, node, "sigmoid"),
         "GeluGrad": _gelu_gradient,
         "FastGeluGrad": _fast_gelu,
         "LayerNormalizationGrad": _norm_gradient,
@@ -116,6 +121,11 @@ def replace(graph: onnx.GraphProto, products: bool, recomputes: bool = False) ->
             else {}
         ),
     }
+    _replace(graph, kernels)
+
+
+def _replace(graph: onnx.GraphProto, kernels: Mapping[str, _Kernel]) -> None:
+    rewriting = Rewriting(graph)
     for node in graph.node:
         kernel = kernels.get(node.op_type)
         if not rewriting.made.intersection(node.output) and not (
@@ -244,11 +254,8 @@ def _input(node: onnx.NodeProto, place: int) -> str:
 
 
 def _fits(graph: Rewriting, forward: onnx.NodeProto) -> bool:
-    """Return whether the loss is unweighted and has one row of scores for each label."""
-    return not _input(forward, 2) and 2 in (
-        graph.rank(forward.input[0]),
-        graph.rank(forward.output[1]),
-    )
+    """Return whether the loss has one row of scores for each label."""
+    return 2 in (graph.rank(forward.input[0]), graph.rank(forward.output[1]))
 
 
 def _loss(graph: Rewriting, node: onnx.NodeProto) -> bool:
@@ -256,7 +263,8 @@ def _loss(graph: Rewriting, node: onnx.NodeProto) -> bool:
         return False
     loss, logs = node.output
     graph.call("_log_softmax", [node.input[0], 1, False], [logs])
-    inputs = [logs, node.input[1], "", _reduction(node), _input(node, 3) or _IGNORED]
+    weight = _input(node, 2)
+    inputs = [logs, node.input[1], weight, _reduction(node), _input(node, 3) or _IGNORED]
     # The second output, the labels' total weight, is an input of nll_loss_backward.
     graph.call("nll_loss_forward", inputs, [loss, _total(node)])
     return True
@@ -276,7 +284,7 @@ def _loss_gradient(graph: Rewriting, node: onnx.NodeProto) -> bool:
         gradient,
         logs,
         labels,
-        "",
+        _input(forward, 2),
         _reduction(forward),
         _input(node, 4) or _IGNORED,
         _total(forward),
@@ -408,6 +416,15 @@ def _rms_norm_gradient(graph: Rewriting, node: onnx.NodeProto) -> bool:
         return False
     rms_norm_gradient.define_operators()
     graph.call(rms_norm_gradient.BACKWARD, [*node.input], node.output)
+    return True
+
+
+def _gather(graph: Rewriting, node: onnx.NodeProto) -> bool:
+    # `unknown_values` declares an output as float32.
+    if graph.rank(node.input[0]) is None and node.output[0] not in graph.types:
+        return False
+    axis = _attributes(node).get("axis", 0)
+    graph.call("gather", [node.input[0], axis, node.input[1], False], node.output)
     return True
 
 
@@ -545,3 +562,11 @@ def _untransposed(graph: Rewriting, name: str, transposed: int) -> tuple[str, bo
         name = graph.makers[name].input[0]
         over = not over
     return name, over
+
+
+# In evaluation graphs, too: torch's checks of labels and indices, and its sigmoid.
+_CHECKED: dict[str, _Kernel] = {
+    "SoftmaxCrossEntropyLossInternal": _loss,
+    "GatherElements": _gather,
+    "Sigmoid": lambda graph, node: _function(graph, node, "sigmoid"),
+}

@@ -1,4 +1,4 @@
-"""ONNX forms (symbolics) of index, index_put, scatter_add, diff, cumsum and floor_divide.
+"""ONNX forms (symbolics) of index, index_put, diff, cumsum and floor_divide.
 
 Torch's exporter has no form for these operators, or a wrong one. Each function adds ONNX nodes to
 the graph `g` and returns the value that replaces the operator's output.
@@ -102,24 +102,6 @@ def _require_sums(g: Any) -> None:
         raise RuntimeError(
             f"sums at indices need Settings.opset 16 or newer; this export uses opset {g.opset}"
         )
-
-
-def scatter_add(g: Any, into: Any, *args: Any) -> Any:
-    """Write scatter_add into a tensor of zeros, and add the result to `into`.
-
-    ORT's gradient of a Scatter with reduction "add" gives no gradient to the elements of `into`
-    that are added to.
-    """
-    _require_sums(g)
-    zeros = g.op(
-        "ConstantOfShape", g.op("Shape", into), value_t=torch.zeros(1, dtype=type_of(into))
-    )
-    zeros.setType(into.type())
-    return g.op(
-        "Add",
-        into,
-        importlib.import_module("torch.onnx.symbolic_opset16").scatter_add(g, zeros, *args),
-    )
 
 
 def diff(g: Any, x: Any, times: Any, dim: Any, before: Any, after: Any) -> Any:
