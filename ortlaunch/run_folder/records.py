@@ -339,7 +339,8 @@ class ParityLine:
     """Number of random tensors that were recorded in a pass of PyTorch and given to both engines;
     other random tensors differ."""
     not_judged: str | None = None
-    """Why float64 could not decide whether a difference is rounding."""
+    """Why the step shows nothing (a loss of nan in PyTorch, too), or float64 could not decide whether
+    a difference is rounding."""
     seconds: float | None = None
     """Duration of the comparison."""
 

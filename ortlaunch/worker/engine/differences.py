@@ -69,7 +69,7 @@ class Comparison(NamedTuple):
     draws: int = 0
     """The number of random tensors that were recorded and passed to both passes."""
     not_judged: str = ""
-    """Why float64 could not show whether a difference is rounding; empty if it could."""
+    """Why the values show nothing, or float64 not whether a difference is rounding; else empty."""
 
     @property
     def reference_norm(self) -> float:
@@ -130,6 +130,10 @@ def compared(
         limits: the precision of both.
         reference_norm: of all gradients of the model; None: `theirs` has all of them.
     """
+    # repr, because nan is not equal to itself.
+    if repr(ours.loss) == repr(theirs.loss) and not math.isfinite(ours.loss):
+        why = f"the loss is {ours.loss} in plain PyTorch, too"
+        return Comparison(ours.loss, theirs.loss, 0.0, (), not_judged=why)
     loss_difference = abs(ours.loss - theirs.loss) / max(abs(theirs.loss), LEAST_LOSS)
     if reference_norm is None:
         reference_norm = _norm_of_all(theirs.gradients) / limits.scale
@@ -200,8 +204,8 @@ def _differences(
     least: a tensor that is tiny beside all others is compared with this norm, not with its own.
     """
     found = []
-    for name, our in ours.items():
-        their = theirs[name]
+    for name in ours:
+        our, their = _without_equal_nans(ours[name], theirs[name])
         reference_norm = _norm(their)
         apart = _norm(our if their is None else their if our is None else exact(our) - exact(their))
         value = apart / (max(reference_norm, least) or math.ulp(0.0)) if apart else 0.0
@@ -211,8 +215,17 @@ def _differences(
     return tuple(sorted(found, key=lambda difference: -difference.value))
 
 
+def _without_equal_nans(
+    our: torch.Tensor | None, their: torch.Tensor | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return both with 0 for what is not finite, if the same elements of both are not."""
+    if our is None or their is None or not torch.equal(our.isfinite(), their.isfinite()):
+        return our, their
+    return our.nan_to_num(0.0, 0.0, 0.0), their.nan_to_num(0.0, 0.0, 0.0)
+
+
 def _norm_of_all(tensors: Tensors) -> float:
-    return math.hypot(*map(_norm, tensors.values()))
+    return math.hypot(*filter(math.isfinite, map(_norm, tensors.values())))
 
 
 def _norm(tensor: torch.Tensor | None) -> float:

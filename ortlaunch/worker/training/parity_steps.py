@@ -94,7 +94,11 @@ class ParitySteps:
             write_json(self.run.engine, self.engine.report().to_json())
         if not record["passed"]:
             raise ParityError(self._described(record))
-        _print_once(self.group, self._automatic(record) if self.why else _line(record))
+        if record.get("not_judged"):
+            line = f"parity, step {record['step']}: not judged: {record['not_judged']}"
+        else:
+            line = self._automatic(record) if self.why else _line(record)
+        _print_once(self.group, line)
         if step + 1 == self.end:
             self._release()
             if not self.why:
@@ -188,7 +192,11 @@ class ParitySteps:
             matmul_precision="highest",
             seconds=round(sum(record.get("seconds", 0.0) for record in self.records), 3),
             why=self.why or None,
-            verdict="passed" if all(record["passed"] for record in self.records) else "failed",
+            verdict="failed"
+            if not all(record["passed"] for record in self.records)
+            else "passed"
+            if _judged(self.records)
+            else "not compared",
         )
 
     def _described(self, record: Record) -> str:
@@ -225,8 +233,14 @@ class ParitySteps:
         used = self.engine.record.engine.used
         shown = f"{table(worst, used)}\n" if self.with_table else ""
         how = ", both compared at matmul_precision highest" if self.lowered else ""
+        judged = len(_judged(self.records))
+        if not judged:
+            text = f"parity: no step could be judged; see {self.run.parity}"
+            if self.with_table:
+                raise EngineError(text)
+            return text
         return (
-            f"{shown}parity: passed: {len(self.records)} steps within {self.tolerance:g}{how}; "
+            f"{shown}parity: passed: {judged} steps within {self.tolerance:g}{how}; "
             f"see {self.run.parity}"
         )
 
@@ -301,6 +315,10 @@ def _largest_of(found: Comparison, tolerance: float) -> list[Difference]:
         if each.value > tolerance and not each.rounding
     ]
     return [*state[:_SHOWN], *(each for each in found.gradients if not each.rounding)][:_SHOWN]
+
+
+def _judged(records: list[Record]) -> list[Record]:
+    return [record for record in records if not record.get("not_judged")]
 
 
 def _rounding(record: Record) -> str:

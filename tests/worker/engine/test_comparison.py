@@ -398,6 +398,26 @@ def test_a_missing_gradient_is_no_rounding(product: Any) -> None:
     assert ("scale" in found.not_judged) == (product is by_script)
 
 
+@pytest.mark.parametrize("factor", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_judges_nothing(factor: float) -> None:
+    """Where PyTorch's loss is nan, too, there is no verdict; where it alone is, the two differ."""
+    net = Net()
+    net.drop.p = net.attention_dropout = 0.0
+
+    class Endless(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * factor
+
+    endless = Endless()
+    endless.drop.p = endless.attention_dropout = 0.0
+    for name, module in net.named_children():
+        setattr(endless, name, module)
+    found = compare(endless, endless, BATCH)
+    assert (found.largest, found.gradients) == (0, ())
+    assert found.not_judged == f"the loss is {factor} in plain PyTorch, too"
+    assert compare(endless, net, BATCH).largest == math.inf
+
+
 def test_what_cannot_run_in_float64_is_not_judged() -> None:
     """A model that cannot run in float64 keeps its difference, with the reason."""
 

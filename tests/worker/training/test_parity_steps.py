@@ -100,6 +100,24 @@ def test_only_the_first_steps_are_compared(
     assert "largest relative differences of 2 gradients:" in capsys.readouterr().out
 
 
+def test_a_loss_of_nan_is_not_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A loss that is nan in PyTorch, too, is the training's to report; `parity` has no verdict."""
+    run = RunDir(tmp_path)
+    for with_table in (False, True):
+        compared = steps(run, with_table=with_table)
+        with torch.no_grad():
+            compared.engine.plain.model.weight.fill_(float("nan"))
+        compared.check(0)
+        said = "parity, step 1: not judged: the loss is nan in plain PyTorch, too"
+        assert capsys.readouterr().out.splitlines() == [said]
+        ends = pytest.raises(EngineError, match="no step could be judged")
+        with ends if with_table else contextlib.nullcontext():
+            compared.check(1)
+        assert json.loads(run.engine.read_text())["parity"]["verdict"] == "not compared"
+        assert lines(run)[0]["passed"]
+        capsys.readouterr()
+
+
 def test_the_comparisons_module_is_freed_after_the_last_step(tmp_path: Path) -> None:
     """A module in a reference cycle, as an ORTModule is, does not stay until the end of the run."""
     compared = steps(RunDir(tmp_path))
