@@ -156,6 +156,7 @@ def _traced_once(export: Export, original: AnyFunction, arguments: dict[str, obj
             contexts.enter_context(padding.padding_exactly(export))
             contexts.enter_context(unsupported.uncompiled(export.module))
             contexts.enter_context(attention.without_causal_masks(export))
+            contexts.enter_context(attention.padded_with_zeros())
             contexts.enter_context(operator_translation.operators_as_torch(export))
             contexts.enter_context(torch_modules.called(export))
             model, schema = original(**arguments)  # calls _trace

@@ -331,6 +331,9 @@ class ParityLine:
     state_difference: float = 0.0
     """Largest relative difference of a weight or buffer that a forward and backward pass changed,
     such as statistics of BatchNorm."""
+    evaluation_difference: float | None = None
+    """Relative difference of the loss in an evaluation pass of the micro batch, in the last step
+    that is compared, if the recipe evaluates."""
     rounding: list[str] | None = None
     """Tensors that differ by more than the tolerance only by rounding, as a pass in float64 shows;
     no difference above includes them."""

@@ -26,7 +26,7 @@ from ortlaunch.ortmodule.base.counters import tally
 from ortlaunch.ortmodule.base.export import Export, traced_facts
 from ortlaunch.ortmodule.base.settings import settings_of
 from ortlaunch.ortmodule.base.torch_calls import getter
-from ortlaunch.ortmodule.torch_in_graph import torch_modules
+from ortlaunch.ortmodule.torch_in_graph import attention, torch_modules
 from ortlaunch.ortmodule.tracing import aliases, grad_mode
 from ortlaunch.ortmodule.tracing.grad_mode import changed_since, tensors, versions_of
 from ortlaunch.ortmodule.tracing.selections import Selections
@@ -55,6 +55,7 @@ _MASK_CHECK = "_detect_is_causal_mask"
 _BETWEEN = (
     grad_mode.__file__,
     aliases.__file__,
+    attention.__file__,
     str(Path(__file__).with_name("weight_changes.py")),
 )
 # Reads by ortlaunch itself, by the exporter, and torch's checks of a distribution's parameters.

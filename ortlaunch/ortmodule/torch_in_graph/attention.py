@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
+from torch import nn
 
 from ortlaunch.ortmodule.base.export import Export
 from ortlaunch.ortmodule.torch_in_graph import attention_operator
+from ortlaunch.ortmodule.tracing import grad_mode
 from ortlaunch.ortmodule.tracing.symbolics import constants, integers, is_bool, type_of
 
 if TYPE_CHECKING:
@@ -202,6 +204,55 @@ def without_causal_masks(export: Export) -> Iterator[None]:
         return original(positions)
 
     with mock.patch.object(masks, _PACKED, find):
+        yield
+
+
+@contextlib.contextmanager
+def padded_with_zeros() -> Iterator[None]:
+    """Let a TransformerEncoder in evaluation put zeros in place of padding, as in eager mode.
+
+    There torch computes without padding, in nested tensors, which an export cannot hold.
+    """
+    plain = nn.TransformerEncoder.forward
+    fast = torch.backends.mha.get_fastpath_enabled()
+
+    @functools.wraps(plain)
+    def forward(
+        encoder: Any,
+        src: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        src_key_padding_mask: torch.Tensor | None = None,
+        is_causal: bool | None = None,
+    ) -> torch.Tensor:
+        output = plain(encoder, src, mask, src_key_padding_mask, is_causal)
+        # torch's own conditions; under a trace it sees that its fast path is off.
+        nested = (
+            fast
+            and getattr(encoder, "use_nested_tensor", False)
+            and not encoder.layers[0].training
+            and not torch.is_autocast_enabled(src.device.type)
+            and not (
+                grad_mode.at_start(True)
+                and any(weight.requires_grad for weight in encoder.layers[0].parameters())
+            )
+        )
+        if (
+            not (nested and torch.jit.is_tracing())
+            or src_key_padding_mask is None
+            or mask is not None
+            or src.dim() != 3
+        ):
+            return output
+        padding = src_key_padding_mask.bool()
+        if getattr(encoder, "mask_check", True):
+            # Only where all padding is at the end.
+            padding = padding & (padding[:, 1:] | ~padding[:, :-1]).all()
+        zeros = torch.zeros_like(output)
+        if encoder.norm is not None:
+            zeros = encoder.norm(zeros)
+        return torch.where(padding.unsqueeze(-1), zeros, output)
+
+    with mock.patch.object(nn.TransformerEncoder, "forward", forward):
         yield
 
 

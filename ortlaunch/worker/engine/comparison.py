@@ -143,6 +143,46 @@ def compare_with_draws(
     return found._replace(draws=len(draws.recorded))
 
 
+def compare_evaluation(
+    reference: nn.Module,
+    module: nn.Module,
+    batch: dict[str, torch.Tensor],
+    dtype: torch.dtype | None,
+) -> tuple[float, float] | None:
+    """Return the loss of an evaluation pass through `module`, and through `reference`.
+
+    Layers such as nn.TransformerEncoder compute otherwise in evaluation.
+
+    Args:
+        reference: see `compare`.
+        module: the engine's module, with the same parameter objects.
+        batch: see `compare`.
+        dtype: of autocast; None without it.
+
+    Returns:
+        None if the model draws random numbers in evaluation, too.
+    """
+    device = next(reference.parameters()).device
+    devices = [device] if device.type == "cuda" else []
+    modes = [(layer, layer.training) for each in (reference, module) for layer in each.modules()]
+    with (
+        torch.random.fork_rng(devices), torch.no_grad(), _state_kept(reference), matmul_precision("highest"),
+        torch.autocast(device.type, dtype, enabled=dtype is not None),
+    ):  # fmt: skip
+        before = _random_state(device)
+        try:
+            for each in (reference, module):
+                each.eval()
+            with _as_reference(reference):
+                theirs = float(loss_in(reference.forward(**batch)))
+            if not torch.equal(_random_state(device), before):
+                return None
+            return float(loss_in(module(**batch))), theirs
+        finally:
+            for layer, mode in modes:
+                layer.training = mode
+
+
 class DrawsNumbers(EngineError):
     """A model draws random numbers that differ between two passes."""
 

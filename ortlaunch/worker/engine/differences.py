@@ -70,6 +70,8 @@ class Comparison(NamedTuple):
     """The number of random tensors that were recorded and passed to both passes."""
     not_judged: str = ""
     """Why the values show nothing, or float64 not whether a difference is rounding; else empty."""
+    evaluation: tuple[float, float] | None = None
+    """The engine's and PyTorch's loss of an evaluation pass, if one was compared."""
 
     @property
     def reference_norm(self) -> float:
@@ -93,10 +95,16 @@ class Comparison(NamedTuple):
         return [*(["loss"] if self.loss_is_rounding else []), *names]
 
     @property
+    def evaluation_difference(self) -> float:
+        """The relative difference of the loss in evaluation; 0 if it was not compared."""
+        ours, theirs = self.evaluation or (0.0, 0.0)
+        return 0.0 if repr(ours) == repr(theirs) else _relative(ours, theirs)
+
+    @property
     def largest(self) -> float:
         """The largest difference of loss, gradients and state, to be compared with a tolerance."""
         return max(0.0 if self.loss_is_rounding else self.loss_difference, self.gradient_difference,
-                   self.state_difference)  # fmt: skip
+                   self.state_difference, self.evaluation_difference)  # fmt: skip
 
 
 def _largest(differences: Sequence[Difference]) -> float:
@@ -134,7 +142,7 @@ def compared(
     if repr(ours.loss) == repr(theirs.loss) and not math.isfinite(ours.loss):
         why = f"the loss is {ours.loss} in plain PyTorch, too"
         return Comparison(ours.loss, theirs.loss, 0.0, (), not_judged=why)
-    loss_difference = abs(ours.loss - theirs.loss) / max(abs(theirs.loss), LEAST_LOSS)
+    loss_difference = _relative(ours.loss, theirs.loss)
     if reference_norm is None:
         reference_norm = _norm_of_all(theirs.gradients) / limits.scale
     least = limits.floor * reference_norm * limits.scale
@@ -143,7 +151,7 @@ def compared(
     moved = sorted({*ours.state, *theirs.state})
     our, their = ({name: each.state.get(name) for name in moved} for each in (ours, theirs))
     state = _differences(our, their, least)
-    return Comparison(ours.loss, theirs.loss, _or_infinite(loss_difference), gradients, state)
+    return Comparison(ours.loss, theirs.loss, loss_difference, gradients, state)
 
 
 def judged(found: Comparison, ours: Comparison, theirs: Comparison, tolerance: float) -> Comparison:
@@ -234,6 +242,11 @@ def _norm(tensor: torch.Tensor | None) -> float:
 
 def exact(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def _relative(our: float, their: float) -> float:
+    """Return the relative difference of two losses."""
+    return _or_infinite(abs(our - their) / max(abs(their), LEAST_LOSS))
 
 
 def _or_infinite(value: float) -> float:

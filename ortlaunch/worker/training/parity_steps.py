@@ -18,9 +18,10 @@ from ortlaunch.run_folder.engine_report import Parity
 from ortlaunch.run_folder.folder import RunDir, json_text, write_json, write_text
 from ortlaunch.run_folder.records import ParityLine, as_json
 from ortlaunch.worker.engine.allocator import give_back_freed_memory
-from ortlaunch.worker.engine.comparison import compare_with_draws, dropouts
+from ortlaunch.worker.engine.comparison import compare_evaluation, compare_with_draws, dropouts
 from ortlaunch.worker.engine.differences import Comparison, Difference
 from ortlaunch.worker.engine.engine import TrainingEngine
+from ortlaunch.worker.model.precision import narrow_dtype_of
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.session import Session
 
@@ -119,25 +120,36 @@ class ParitySteps:
 
     def compared(self, step: int) -> Record:
         """Return this rank's record of the step, or the error that prevented it."""
+        engine = self.engine
+        recipe = self.recipe
         try:
-            batch = self.engine.to_device(self.batches.micro_batch(step, 0, self.group.rank))
+            batch = engine.to_device(self.batches.micro_batch(step, 0, self.group.rank))
             # The comparison's passes and compilations do not belong in the counts of engine.json.
-            with self.engine.uncounted(compiled=bool(self.dropouts) or self.lowered):
+            with engine.uncounted(compiled=bool(self.dropouts) or self.lowered):
                 found = compare_with_draws(
-                    self.engine.plain,
+                    engine.plain,
                     self._module(),
                     batch,
-                    self._replaying if self.engine.record.engine.used == "ort" else None,
-                    precision=self.recipe.precision,
-                    autocast=self.recipe.zero is None,
+                    self._replaying if engine.record.engine.used == "ort" else None,
+                    precision=recipe.precision,
+                    autocast=recipe.zero is None,
                     tolerance=self.tolerance,
                 )
+                if step + 1 == self.end and self._evaluates():
+                    dtype = narrow_dtype_of(recipe.precision) if recipe.zero is None else None
+                    losses = compare_evaluation(engine.plain, engine.eval_module, batch, dtype)
+                    found = found._replace(evaluation=losses)
         # Any exception is gathered, because the other ranks are waiting.
         except Exception as error:
             told = str(error) or type(error).__name__
             random = isinstance(error, EngineError)
             return {"rank": self.group.rank, "error": told, "random": random}
         return self._record(step + 1, found)
+
+    def _evaluates(self) -> bool:
+        """Return whether the run evaluates on the engine, in the precision of the comparison."""
+        own = self.recipe.model.traits.wrapper or self.lowered
+        return self.recipe.data.evaluation is not None and not own
 
     def _module(self) -> Any:
         """Return the engine's module without dropout.
@@ -164,6 +176,7 @@ class ParitySteps:
             loss_difference=found.loss_difference,
             gradient_difference=found.gradient_difference,
             state_difference=found.state_difference,
+            evaluation_difference=found.evaluation_difference if found.evaluation else None,
             worst=[[_name(each.name), *each[1:4]] for each in _largest_of(found, self.tolerance)],
             rounding=[_name(name) for name in found.rounding] or None,
             draws=found.draws or None,
@@ -205,6 +218,7 @@ class ParitySteps:
             f"engine {used} and plain PyTorch differ by more than {self.tolerance:g} "
             f"in step {record['step']}, on the same weights and batch (rank {record['rank']})\n"
             f"loss: {record['loss']:.6g} on {used}, {record['reference_loss']:.6g} in PyTorch\n"
+            f"{_of_evaluation(record)}"
             f"{table(record, used)}{_not_judged(record)}\n{self._suspect()}{_ADVICE}"
             f"{_OFF if self.why else ''}"
         )
@@ -297,6 +311,7 @@ def _worst(records: list[Record]) -> Record:
             record["loss_difference"],
             record["gradient_difference"],
             record.get("state_difference", 0.0),
+            record.get("evaluation_difference") or 0.0,
         )
         # A failed comparison is worse than any passed one, whatever its differences are.
         return not record["passed"], max(map(float, differences))
@@ -315,6 +330,13 @@ def _largest_of(found: Comparison, tolerance: float) -> list[Difference]:
         if each.value > tolerance and not each.rounding
     ]
     return [*state[:_SHOWN], *(each for each in found.gradients if not each.rounding)][:_SHOWN]
+
+
+def _of_evaluation(record: Record) -> str:
+    difference = record.get("evaluation_difference")
+    if difference is None:
+        return ""
+    return f"loss in evaluation: a relative difference of {float(difference):.2g}\n"
 
 
 def _judged(records: list[Record]) -> list[Record]:

@@ -160,6 +160,43 @@ class Scores(nn.Module):
         return kept.mean()
 
 
+class Pooled(nn.Module):
+    """torch's encoder with padding; the loss is of all places, padding among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, nn.LayerNorm(8))
+        nn.init.ones_(self.encoder.norm.bias)
+
+    def forward(self, x: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+        return self.encoder(x, src_key_padding_mask=padding)
+
+
+@pytest.fixture
+def fused() -> Iterator[None]:
+    """Turn eager's fused attention on again."""
+    torch.backends.mha.set_fastpath_enabled(True)
+    yield
+    torch.backends.mha.set_fastpath_enabled(False)
+
+
+@pytest.mark.usefixtures("fused")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_an_encoder_in_evaluation_has_zeros_at_padding() -> None:
+    """Evaluation equals eager's nested tensors: zeros at padding, where all of it is at the end."""
+    eager = Pooled().eval()
+    ours = wrapped(copy.deepcopy(eager))
+    at_end = torch.arange(6) >= torch.tensor([6, 4, 0])[:, None]
+    x = torch.randn(3, 6, 8)
+    with torch.no_grad():
+        for padding in (at_end, at_end[[0, 1, 1]].flip(1), torch.zeros_like(at_end)):
+            torch.testing.assert_close(ours(x, padding), eager(x, padding), rtol=1e-4, atol=1e-5)
+    # With gradients torch takes no nested tensors.
+    torch.testing.assert_close(ours(x[:2], at_end[:2]), eager(x[:2], at_end[:2]))
+
+
 def test_attention_dropout_drops_and_keeps_the_scale() -> None:
     """In training, mean and variance over many passes are right; evaluation is exact."""
     torch.manual_seed(0)

@@ -15,6 +15,7 @@ from ortlaunch.errors import EngineError
 from ortlaunch.precisions import PRECISIONS
 from ortlaunch.worker.engine.comparison import (
     compare,
+    compare_evaluation,
     compare_with_draws,
     dropouts,
     without_dropout,
@@ -416,6 +417,31 @@ def test_a_loss_that_is_not_finite_judges_nothing(factor: float) -> None:
     assert (found.largest, found.gradients) == (0, ())
     assert found.not_judged == f"the loss is {factor} in plain PyTorch, too"
     assert compare(endless, net, BATCH).largest == math.inf
+
+
+def test_evaluation_is_compared_too() -> None:
+    """A model that computes otherwise in evaluation is found; modes and statistics stay."""
+
+    class Pooled(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * (1 if self.training else 2)
+
+    class Drawing(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x + torch.rand_like(x))
+
+    assert compare_evaluation(Drawing(), Drawing(), BATCH, None) is None
+    net = Pooled()
+    net.norm.eval()
+    statistics = net.norm.running_mean.clone()
+    ours, theirs = compare_evaluation(net, net, BATCH, None) or (0.0, 1.0)
+    assert ours == theirs
+    plain = Net()
+    plain.load_state_dict(net.state_dict())
+    ours, theirs = compare_evaluation(net, plain, BATCH, None) or (0.0, 0.0)
+    assert theirs == pytest.approx(2 * ours)
+    assert (net.training, net.norm.training, plain.training) == (True, False, True)
+    assert torch.equal(net.norm.running_mean, statistics)
 
 
 def test_what_cannot_run_in_float64_is_not_judged() -> None:
