@@ -150,6 +150,10 @@ class _Translator:
         """Record each operator's schema, which the exporter's passes over the graph drop."""
         for node in _nodes(graph):
             schema = node.schema()
+            if "!" in schema and not node.kind().startswith("aten::"):
+                # The exporter would leave it out.
+                call = operator_calls.Call(node, (), self._schemas)
+                raise self._cannot(call, f"{call.name} changes a tensor in place")
             if schema != "(no schema)" and node.outputsSize():
                 self._schemas[next(node.outputs()).debugName()] = schema
         inputs = list(graph.inputs())
@@ -164,7 +168,8 @@ class _Translator:
             return original(*given)
 
         name = node.kind()
-        if not name.startswith(("aten::", "torchvision::")):
+        # Others are torch's, and those that packages and models register.
+        if name.startswith(("prim::", "onnx::")):
             return plainly()
         if attention.keeps_shape(node):
             return inputs[0]
@@ -247,13 +252,15 @@ class _Translator:
                 # If this value needs a gradient, ORT raises an error of its own later.
                 return outputs
             before = f"{' '.join(str(error).split()) or type(error).__name__}; " if error else ""
-            layer = call.layer(self._layers)
-            setting = f"Settings.torch_modules{f'=[{layer!r}]' if layer else ''}"
-            raise RuntimeError(
-                f"{before}torch cannot compute {call.name}{call.line()} inside ONNX Runtime's "
-                f"graph: {why}. Write it with other operators, or let the layer run as torch "
-                f"({setting})"
-            ) from error
+            raise self._cannot(call, why, before) from error
+
+    def _cannot(self, call: operator_calls.Call, why: object, before: str = "") -> RuntimeError:
+        layer = call.layer(self._layers)
+        setting = f"Settings.torch_modules{f'=[{layer!r}]' if layer else ''}"
+        return RuntimeError(
+            f"{before}torch cannot compute {call.name}{call.line()} inside ONNX Runtime's graph: "
+            f"{why}. Write it with other operators, or let the layer run as torch ({setting})"
+        )
 
 
 def _is_empty(value: object) -> bool:

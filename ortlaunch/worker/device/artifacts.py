@@ -123,8 +123,11 @@ def _generate(made: Any, recipe: Recipe, forward: Forward, folder: Path) -> None
                 optimizer=_optimizer(recipe), artifact_directory=str(folder),
             )  # fmt: skip
         except RuntimeError as error:
+            # Without the C++ function and its condition.
+            why = str(error).rpartition(" was false. ")[2].strip()
             raise EngineError(
-                f"--format ondevice: ONNX Runtime cannot build gradients of this model: {error}"
+                f"--format ondevice: ONNX Runtime cannot build gradients of this model: {why}; use "
+                "other layers there, or --format onnx, which does not train"
             ) from error
     path = DeviceFolder(folder).optimizer
     model = onnx.load(str(path))

@@ -325,6 +325,55 @@ class Block(nn.Module):
         return self.owner(self.first(x)).square().mean()
 
 
+@torch.library.custom_op("ortlaunch_tests::scaled", mutates_args=())
+def scaled(x: torch.Tensor, by: float) -> torch.Tensor:
+    """A registered operator with its own gradient."""
+    return x * by
+
+
+@scaled.register_fake
+def _(x: torch.Tensor, by: float) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.by = inputs[1]
+
+
+# Twice the true gradient, so that a derivative by ORT would not pass.
+scaled.register_autograd(lambda ctx, gradient: (2 * gradient * ctx.by, None), setup_context=_keep)
+
+
+@torch.library.custom_op("ortlaunch_tests::double", mutates_args=("x",))
+def double(x: torch.Tensor) -> None:
+    """A registered operator that changes its argument."""
+    x.mul_(2)
+
+
+def test_registered_operators_run_as_torch(witness: Witness) -> None:
+    """An operator of torch.library has its own gradient; one that changes a tensor is refused."""
+
+    class Registered(nn.Linear):
+        changes = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = super().forward(x) * 1
+            if self.changes:
+                torch.ops.ortlaunch_tests.double(h)
+            return scaled(h, 1.5).square().mean()
+
+    eager = Registered(4, 4)
+    model = copy.deepcopy(eager)
+    for one in (wrapped(model), eager):
+        one(torch.ones(2, 4)).backward()
+    torch.testing.assert_close(model.weight.grad, eager.weight.grad)
+    model.changes = True
+    with pytest.raises(
+        Exception, match=rf"::double at {__file__}:\d+ .* changes a tensor in place"
+    ):
+        wrapped(model)(torch.ones(2, 4))
+
+
 def test_a_layer_whose_methods_are_called_names_the_one_around_it() -> None:
     """The error for a layer that is never called names its owner.
 
