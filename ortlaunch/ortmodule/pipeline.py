@@ -11,8 +11,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TypeVar
 
 import onnx
@@ -52,6 +54,7 @@ from ortlaunch.ortmodule.tracing import (
     tracing,
 )
 
+_OURS = str(Path(__file__).parent)
 Step = TypeVar("Step")
 Trace = AnyFunction
 
@@ -159,7 +162,8 @@ def _traced_once(export: Export, original: AnyFunction, arguments: dict[str, obj
             contexts.enter_context(attention.padded_with_zeros())
             contexts.enter_context(operator_translation.operators_as_torch(export))
             contexts.enter_context(torch_modules.called(export))
-            model, schema = original(**arguments)  # calls _trace
+            with _refusals_alone():
+                model, schema = original(**arguments)  # calls _trace
         bfloat16.correct_casts(model)
         for rewrite in _in_force(_PASSES):
             rewrite(export, model)
@@ -186,6 +190,24 @@ def _tracer() -> Trace:
 
 def _in_force(steps: tuple[tuple[str, Step], ...]) -> Iterator[Step]:
     return (step for name, step in steps if name in applied())
+
+
+@contextlib.contextmanager
+def _refusals_alone() -> Iterator[None]:
+    """Raise a refusal of this package as it is, without the traceback that ORT puts around it.
+
+    The exception keeps ORT's type, by which it decides about its fallback.
+    """
+    try:
+        yield
+    except Exception as error:
+        inner: BaseException | None = error
+        while inner is not None:
+            frames = traceback.extract_tb(inner.__traceback__)[-1:]
+            if inner is not error and any(one.filename.startswith(_OURS) for one in frames):
+                raise type(error)(str(inner)) from inner
+            inner = inner.__context__
+        raise
 
 
 @contextlib.contextmanager

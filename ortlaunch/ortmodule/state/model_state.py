@@ -73,9 +73,13 @@ def _refuse_memory(module: nn.Module, reads: Reads, inputs: Any) -> None:
         module(*(tensor.clone() for tensor in inputs))
     for place in after.changed():
         if place in changed:
+            line, layer = reads.writers.get(place[0], ("", ""))
+            layer = _plain(layer)
+            instead = f", or let {layer} run as torch (Settings.torch_modules={[layer]})"
             raise RuntimeError(
-                f"a forward pass reads and changes {_described(*place)}, and ONNX Runtime's graph would "
-                "hold its first value; give such a value to the forward pass as an argument"
+                f"a forward pass reads and changes {_described(*place)}{line}, and ONNX Runtime's "
+                "graph would hold its first value; give such a value to the forward pass as an "
+                f"argument{instead if layer else ''}"
             )
 
 

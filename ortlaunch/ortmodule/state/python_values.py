@@ -27,7 +27,7 @@ from ortlaunch.ortmodule.base.export import Export, traced_facts
 from ortlaunch.ortmodule.base.settings import settings_of
 from ortlaunch.ortmodule.base.torch_calls import getter
 from ortlaunch.ortmodule.torch_in_graph import attention, torch_modules
-from ortlaunch.ortmodule.tracing import aliases, grad_mode
+from ortlaunch.ortmodule.tracing import aliases, grad_mode, python_state
 from ortlaunch.ortmodule.tracing.grad_mode import changed_since, tensors, versions_of
 from ortlaunch.ortmodule.tracing.selections import Selections
 
@@ -247,7 +247,7 @@ def user_frame() -> FrameType:
 def innermost(frame: FrameType | None, paths: dict[int, str]) -> list[str]:
     """Return the path of the layer whose code a frame runs, as a list; empty for the model itself."""
     while frame:
-        path = paths.get(id(frame.f_locals.get("self")))
+        path = paths.get(id(python_state.first_argument(frame)))
         if path is not None:
             return [path] if path else []
         frame = frame.f_back

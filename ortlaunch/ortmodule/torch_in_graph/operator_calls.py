@@ -318,7 +318,10 @@ def _fits(old: Any, kind: str, scalars: bool) -> bool:
         return not listed and (
             scalars or not (old.node().kind() == "prim::Constant" and _is_number(old))
         )
-    return not listed or old.node().kind() != "prim::Constant" or not _is_number(old)
+    if listed:
+        return old.node().kind() != "prim::Constant" or not _is_number(old)
+    # A number, which a tensor with dimensions is not.
+    return _kind(old) is None or old.type().dim() in (None, 0)
 
 
 def _is_number(value: Any) -> bool:

@@ -19,7 +19,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ortlaunch.ortmodule.base.counters import tally
 from ortlaunch.ortmodule.base.torch_calls import getter, untraced
+from ortlaunch.ortmodule.tracing import python_state
 from ortlaunch.ortmodule.tracing.grad_mode import (
     CHANGED,
     CHANGED_WEIGHT,
@@ -103,17 +105,23 @@ class _Aliases(TorchFunctionMode):
         self._model = model
         # Weak keys: the mode must not keep the model's tensors alive.
         self._known = WeakTensorKeyDictionary()
+        self._given: list[Tensor] = []
 
     def __enter__(self) -> _Aliases:
-        self._hook = self._model.register_forward_hook(
-            lambda model, given, output: self._current(output)
+        self._hooks = (
+            self._model.register_forward_hook(lambda model, given, output: self._current(output)),
+            self._model.register_forward_pre_hook(self._begin),
         )
         super().__enter__()
         return self
 
     def __exit__(self, *raised: object) -> None:
         super().__exit__(*raised)
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
+
+    def _begin(self, model: torch.nn.Module, given: Sequence[object]) -> None:
+        self._given = tensors(given)
 
     def __torch_function__(
         self, func: AnyFunction, types: object, args: Args = (), kwargs: Kwargs | None = None
@@ -144,6 +152,8 @@ class _Aliases(TorchFunctionMode):
         pairs = zip(given, values, versions, versions_of(values))
         changed = [(tensor, value) for tensor, value, before, after in pairs if before != after]
         for tensor, value in _targets(changed, result):
+            if any(_share(tensor, given) for given in self._given):
+                _note_change_of_argument()
             self._changed(tensor, value)
         return result
 
@@ -232,6 +242,15 @@ class _Aliases(TorchFunctionMode):
         # From now on the first tensor, too, must keep the memory with its changes.
         if first := memory.first():
             first.held = memory
+
+
+def _note_change_of_argument() -> None:
+    frame = python_state.model_frame()
+    line = f" at {frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""
+    tally.note(
+        f"the forward pass changes an argument in place{line}: the graph computes with the change, "
+        "and the caller's tensor stays as it was"
+    )
 
 
 def _split(index: object) -> tuple[Args, Args] | None:

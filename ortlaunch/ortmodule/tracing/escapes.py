@@ -69,6 +69,37 @@ class StaleTensor(torch.Tensor):
         return StaleTensor, (self.message,)
 
 
+class _Remade:
+    """A tensor that a layer's own hooks make of its weights in each pass.
+
+    Pruning and torch.nn.utils.weight_norm keep it as the attribute `weight`.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._layer = layer
+
+    def makes(self, name: str) -> bool:
+        """Return whether the hooks make the attribute, without the layer's inputs."""
+        before = vars(self._layer)[name]
+        versions = [buffer._version for buffer in self._layer.buffers()]
+        try:
+            self.remake()
+        # A hook that reads its inputs fails in any way.
+        except Exception:
+            return False
+        made = vars(self._layer)[name]
+        return (
+            versions == [buffer._version for buffer in self._layer.buffers()]
+            and isinstance(made, torch.Tensor)
+            and made is not before
+            and made.shape == before.shape
+        )
+
+    def remake(self) -> None:
+        for hook in self._layer._forward_pre_hooks.values():
+            hook(self._layer, ())
+
+
 @contextlib.contextmanager
 def noted(export: Export) -> Iterator[None]:
     """Record which tensors of the trace are still alive after it, and where they are stored.
@@ -111,7 +142,9 @@ def put_back(manager: Manager) -> None:
     An export of another graph, or a pass of the model itself, may have written other tensors there.
     """
     for container, key, value in traced_facts(manager._graph_transition_manager).get("kept", ()):
-        if isinstance(container, types.CellType):
+        if isinstance(value, _Remade):
+            value.remake()
+        elif isinstance(container, types.CellType):
             container.cell_contents = value
         elif isinstance(container, dict) or key < len(container):
             container[key] = value
@@ -192,6 +225,8 @@ def _stale(
     for path, layer in module.named_modules():
         if items is layer._buffers:
             raise RuntimeError(_message(f"the buffer {_plain(f'{path}.{key}')}", entry[1]))
+        if items is vars(layer) and (remade := _Remade(layer)).makes(key):
+            return remade
     return StaleTensor(_message(_where(module, holder, items, key), entry[1]))
 
 

@@ -66,6 +66,28 @@ def unnoted() -> Iterator[None]:
         sys.settrace(tracer)
 
 
+def model_frame() -> types.FrameType | None:
+    """Return the innermost running frame of the model's code, in neither torch nor ortlaunch."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame and frame.f_code.co_filename.startswith(_NOT_THE_MODELS):
+        frame = frame.f_back
+    return frame
+
+
+def _writer(paths: Mapping[int, str]) -> tuple[str, str]:
+    """Return the running line of the model's code, and the path of its layer."""
+    frame = model_frame()
+    if frame is None:
+        return "", ""
+    line = f" at {frame.f_code.co_filename}:{frame.f_lineno}"
+    return line, paths.get(id(first_argument(frame)), "")
+
+
+def first_argument(frame: types.FrameType) -> object:
+    """Return the first argument of a running function, which is `self` in a method."""
+    return frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""))
+
+
 class Reads:
     """Places that passes of a model depend on, and names in their code.
 
@@ -77,6 +99,9 @@ class Reads:
     def __init__(self) -> None:
         self.places: dict[Place, object] = {}
         self.names: set[str] = set()
+        self.writers: dict[str, tuple[str, str]] = {}
+        """The line that last wrote an attribute of a layer, and the path of the layer whose code it
+        is; by the path of the former."""
 
 
 @contextlib.contextmanager
@@ -107,6 +132,7 @@ def noted(module: nn.Module) -> Iterator[Reads]:
     def setting(layer: nn.Module, name: str, value: Any) -> None:
         if running and not _paused and id(layer) in paths:
             written.add((paths[id(layer)], name))
+            reads.writers[paths[id(layer)]] = _writer(paths)
         write(layer, name, value)
 
     def calling(frame: types.FrameType, event: str, _: object) -> None:

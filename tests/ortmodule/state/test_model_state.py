@@ -319,9 +319,32 @@ def test_a_pass_that_goes_on_from_the_last_is_refused(called: Any) -> None:
     with pytest.raises(
         Exception,
         match=r"reads and changes (the model's "
-        r"(step|last|counted|(old_)?rng)|.*_model_state\.(PASSES|RNG)),",
+        r"(step|last|counted|(old_)?rng)|.*_model_state\.(PASSES|RNG))( at \S+:\d+)?,",
     ):
         wrapped(Remembering(called))(X)
+
+
+class WeightDrop(nn.Module):
+    """A recurrent layer whose weight is drawn from another one in each pass (AWD-LSTM)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.LSTM(4, 4, batch_first=True)
+        self.raw = nn.Parameter(self.inner._parameters.pop("weight_hh_l0").data)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.inner.weight_hh_l0 = nn.functional.dropout(self.raw, 0.5, self.training)
+        return self.inner(x)[0].sum()
+
+
+def test_the_layer_that_changes_a_value_may_run_as_torch() -> None:
+    """The message names the line and the setting, which works."""
+    x = torch.ones(2, 3, 4)
+    with pytest.raises(Exception, match=r"at \S+:\d+, .*Settings.torch_modules=\['0'\]") as found:
+        wrapped(nn.Sequential(WeightDrop()))(x)
+    # Without ORT's traceback around it.
+    assert "\n" not in str(found.value).strip()
+    wrapped(nn.Sequential(WeightDrop()), torch_modules=["0"])(x).backward()
 
 
 def tells_in_a_dictionary(model: Any, x: torch.Tensor) -> torch.Tensor:

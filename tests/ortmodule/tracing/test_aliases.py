@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from ortlaunch.ortmodule.base.counters import tally
 from ortlaunch.ortmodule.build import extensions
 from tests.ort import needs_ort
 from tests.ortmodule.modules import Reverse, same, training_graph, wrapped
@@ -216,6 +218,16 @@ def test_a_model_is_eagers(called: Forward) -> None:
     if called is into_a_custom_function and extensions.interop_refusal():
         pytest.skip(extensions.interop_refusal())
     equal(called)
+
+
+def test_a_change_of_an_argument_is_noted() -> None:
+    """The caller's tensor is not changed, unlike in eager PyTorch, and a note names the line."""
+    tally.notes.clear()
+    x = torch.ones(2, 6)
+    wrapped(Two(the_batch))(x)
+    assert x.sum() == 12
+    (note,) = tally.notes
+    assert re.match(rf"the forward pass changes an argument in place at {__file__}:\d+: ", note)
 
 
 def test_a_changed_tensor_is_the_models_result() -> None:

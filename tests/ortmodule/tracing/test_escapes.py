@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 from ortlaunch.ortmodule.tracing.escapes import StaleTensor
 from tests.ort import needs_ort
@@ -161,3 +162,33 @@ def test_a_table_of_constants_stays() -> None:
         return losses
 
     compare(trained, Table())
+
+
+def pruned(net: nn.Sequential) -> None:
+    prune.l1_unstructured(net[0], "weight", 0.3)
+
+
+def normed(net: nn.Sequential) -> None:
+    nn.utils.weight_norm(net[0])
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.nn.utils.weight_norm. is deprecated")
+@pytest.mark.parametrize("made", [pruned, normed])
+def test_a_weight_that_a_hook_makes_of_weights_keeps_its_value(made: Callable[..., None]) -> None:
+    """After each pass it is of the pass's weights: pruning goes on from it, as in eager PyTorch."""
+    weights = []
+    for on_ort in (False, True):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
+        made(net)
+        run = wrapped(net) if on_ort else net
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        for step in range(4):
+            run(torch.ones(2, 6)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            weights.append(net[0].weight.detach().clone())
+            if made is pruned and step == 1:
+                prune.l1_unstructured(net[0], "weight", 0.4)
+    for ours, eager in zip(weights[4:], weights[:4]):
+        torch.testing.assert_close(ours, eager)

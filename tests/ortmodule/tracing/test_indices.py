@@ -47,6 +47,7 @@ FORMS: dict[str, Form] = {
     "a column, of one row at first": lambda h: changed(h[3:], (..., 0), h[3:, 1] * 3).sum(-1),
     "a grid": lambda h: changed(h, (TWICE[1:, None], TWICE[1:]), h[3, :2]),
     "scatter_add": lambda h: h.scatter_add(1, (h > 0).long(), h * 2),
+    "scatter of constants": lambda h: h.scatter(0, torch.tensor([[0], [2]]), torch.ones(2, 1)),
     "several, from the end": lambda h: h[TWICE, torch.tensor([-1, 0, -2], dtype=torch.int32)],
     "a mask and one from the end": lambda h: h[(h == h.amax(0))[:, 0], torch.tensor([-1])],
     "a mask of two dimensions": lambda h: h.unsqueeze(0)[:, h > 0],
