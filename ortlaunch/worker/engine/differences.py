@@ -67,7 +67,8 @@ class Comparison(NamedTuple):
     """Every weight and buffer that a pass changed, in the same order."""
     loss_is_rounding: bool = False
     draws: int = 0
-    """The number of random tensors that were recorded and passed to both passes."""
+    """The number of random tensors that were recorded and passed to both passes; of `compare` alone,
+    whether both draw."""
     not_judged: str = ""
     """Why the values show nothing, or float64 not whether a difference is rounding; else empty."""
     evaluation: tuple[float, float] | None = None

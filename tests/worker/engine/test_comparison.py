@@ -484,16 +484,31 @@ def test_a_reentrant_checkpoint_is_compared() -> None:
     assert called == []
 
 
-def test_a_model_with_randomness_of_its_own_is_refused() -> None:
-    """A model that draws random numbers beside dropout is refused."""
+def test_a_model_with_randomness_of_its_own_is_compared() -> None:
+    """A model that draws by any function of torch is compared, if the engine draws the same."""
 
     class Noisy(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x + torch.rand_like(x))
+            return super().forward(nn.functional.gumbel_softmax(x))
 
     net = Noisy()
+    net.drop.p = net.attention_dropout = 0.0
+    before = torch.get_rng_state()
+    assert compare(net, net, BATCH).largest == 0
+    assert compare(net, lambda x: net(x) * 1.01, BATCH).largest == pytest.approx(0.01, rel=1e-2)
     with pytest.raises(EngineError, match="draws random numbers"):
-        compare(net, net, BATCH)
+        compare(net, drawing_otherwise(net), BATCH)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def drawing_otherwise(net: nn.Module) -> Any:
+    """Return an engine that draws other numbers than PyTorch."""
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        torch.rand(1)
+        return net(x)
+
+    return run
 
 
 class Sampling(nn.Module):
@@ -528,13 +543,13 @@ def test_recorded_random_numbers_are_given_to_both() -> None:
     """A model with random numbers is equal to itself, and the random state does not change."""
     net = Sampling()
     before = torch.get_rng_state()
-    found = compare_with_draws(net, net, BATCH, lambda model: model)
+    found = compare_with_draws(net, drawing_otherwise(net), BATCH, lambda model: model)
     # The draws are randn_like, Normal, dropout, uniform_, randint and bernoulli.
     assert (found.largest, found.draws) == (0, 6)
     assert {each.name for each in found.gradients} == {name for name, _ in net.named_parameters()}
     assert torch.equal(torch.get_rng_state(), before)
     wrong = compare_with_draws(
-        net, net, BATCH, lambda model: lambda draws, x: model(draws, x=x) * 1.01
+        net, drawing_otherwise(net), BATCH, lambda model: lambda draws, x: model(draws, x=x) * 1.01
     )
     assert wrong.largest == pytest.approx(0.01, rel=1e-2)
     assert wrong.not_judged == ""
@@ -544,8 +559,16 @@ def test_random_numbers_that_cannot_be_recorded_are_refused() -> None:
     """A model with Gamma variates is refused."""
     # A Gamma variate has a gradient, which a recorded tensor would lack.
     net = Sampling(gamma=True)
-    with pytest.raises(EngineError, match="cannot be replayed"):
-        compare_with_draws(net, net, BATCH, lambda model: model)
+    with pytest.raises(EngineError, match="cannot be given to both"):
+        compare_with_draws(
+            net,
+            drawing_otherwise(net),
+            BATCH,
+            lambda model: lambda **batch: (torch.rand(1), model(**batch))[1],
+        )
+    # The same numbers show the difference.
+    off = compare_with_draws(net, lambda x: net(x) * 1.01, BATCH, None)
+    assert off.largest == pytest.approx(0.01, rel=1e-2)
 
 
 def test_a_compiled_model_is_compared_with_itself_uncompiled() -> None:
