@@ -396,7 +396,8 @@ class EngineReport:
     binding: Binding | None = None
     """Cores of each rank."""
     unused_parameters: list[str] = field(default_factory=list)
-    """Parameters that took no part in the loss; DistributedDataParallel got zeros for them."""
+    """Parameters that took no part in the loss; DistributedDataParallel and DeepSpeed take zeros for
+    their gradients."""
     inductor: Inductor | None = None
     """torch.compile's part, with engine inductor."""
     parity: Parity | None = None

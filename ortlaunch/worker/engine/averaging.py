@@ -70,7 +70,7 @@ class Averaging:
         self._has_checked = True
         if self.unused and self.group.rank == 0:
             print(
-                f"the loss does not use {_listed(self.unused)}: gradients are averaged after "
+                f"the loss does not use {listed(self.unused)}: gradients are averaged after "
                 "the backward pass, not during it; freeze unused parameters "
                 "(requires_grad_(False)) to save time",
                 flush=True,
@@ -111,13 +111,34 @@ class Averaging:
                 else ["some parameters"]
             )
             raise EngineError(
-                f"the loss of this step does not use {_listed(missing)} on rank "
+                f"the loss of this step does not use {listed(missing)} on rank "
                 f"{self.group.rank}, but the first step's loss did, so gradients could not be "
                 "averaged; use every trained parameter in every forward pass (as 0 * "
                 "parameter.sum()), freeze it, or train with DeepSpeed: zero={stage: 0}"
             ) from None
 
 
-def _listed(names: Collection[str]) -> str:
+class UsedParameters:
+    """The trained parameters that the first step's loss reaches, by hooks on their gradients."""
+
+    def __init__(self, model: nn.Module, group: DistributedContext) -> None:
+        self._group = group
+        self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._used: set[str] = set()
+        self._hooks = [
+            parameter.register_hook(lambda _, name=name: self._used.add(name))
+            for name, parameter in self._trained.items()
+        ]
+
+    def unused(self) -> tuple[str, ...]:
+        """Return the parameters that no rank's loss has used, and end the record (collective)."""
+        for hook in self._hooks:
+            hook.remove()
+        texts = self._group.gather("\n".join(self._used))
+        used = {name for text in texts for name in text.split("\n")}
+        return tuple(name for name in self._trained if name not in used)
+
+
+def listed(names: Collection[str]) -> str:
     shown = ", ".join(list(names)[:5])
     return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"

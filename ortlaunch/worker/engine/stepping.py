@@ -25,7 +25,7 @@ from ortlaunch.json_types import Json
 from ortlaunch.ortmodule.base.patching import without_package
 from ortlaunch.ortmodule.deepspeed.sum_of_squares import sum_of_squares
 from ortlaunch.precisions import PRECISIONS
-from ortlaunch.worker.engine.averaging import Averaging
+from ortlaunch.worker.engine.averaging import Averaging, UsedParameters, listed
 from ortlaunch.worker.model.named_state import (
     NamedState,
     buffers_of,
@@ -241,9 +241,6 @@ def _bytes_of_scalars() -> Iterator[None]:
 class DeepSpeedStepper:
     """Steps of DeepSpeed's engine, with ZeRO at the configured stage."""
 
-    # DeepSpeed uses zeros for a gradient that does not come.
-    unused = ()
-
     def __init__(
         self,
         model: nn.Module,
@@ -273,6 +270,8 @@ class DeepSpeedStepper:
             )
         self.module: nn.Module = self.engine
         self.scales = bool(config.get("fp16", {}).get("enabled"))
+        self.unused: tuple[str, ...] = ()
+        self._used: UsedParameters | None = UsedParameters(model, group)
         # Called for its checks: a run whose state cannot be saved must not start.
         self.named_state()
 
@@ -280,6 +279,8 @@ class DeepSpeedStepper:
         self.engine.set_gradient_accumulation_boundary(last)
         loss = _weighted(self.numbers.add(self.engine(**batch), factor), factor)
         self.engine.backward(loss)
+        if last and self._used is not None:
+            self._note_unused(self._used)
         if not last:
             # Counts the micro step; the weights change at the boundary only.
             self.engine.step()
@@ -302,6 +303,17 @@ class DeepSpeedStepper:
             skipped,
             failed=(bad or skipped) and not self.scales,
         )
+
+    def _note_unused(self, used: UsedParameters) -> None:
+        self._used = None
+        self.unused = used.unused()
+        if self.unused and self.group.rank == 0:
+            print(
+                f"the loss does not use {listed(self.unused)}: DeepSpeed takes zeros for their "
+                "gradients, and optimizer.weight_decay lowers them; freeze unused parameters "
+                "(requires_grad_(False)) to keep them",
+                flush=True,
+            )
 
     def _apply_plain(self, norm: float) -> Stepped:
         if not math.isfinite(norm):

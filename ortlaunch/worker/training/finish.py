@@ -28,6 +28,7 @@ from ortlaunch.worker.checkpoint.verify import damage
 from ortlaunch.worker.data.left_out import recorded
 from ortlaunch.worker.engine.memory_use import memory_line
 from ortlaunch.worker.export.export import export
+from ortlaunch.worker.model.model import LossModule
 from ortlaunch.worker.session import Session
 from ortlaunch.worker.training import best, checkpoint_exports
 from ortlaunch.worker.training.metrics import EVALUATION, own_names, records
@@ -71,7 +72,7 @@ def finish(session: Session, step: int, memory: best.Memory) -> None:
             )
             shutil.rmtree(run.stream, ignore_errors=True)
             write_json(run.summary, as_json(summary))
-            loaded_by = _loaded_by(recipe, run, session.model.model)
+            loaded_by = _loaded_by(recipe, run, session.model)
             lines += filter(None, [best.stops_early(recipe, step, memory)])
             lines += [
                 *summary_lines(summary),
@@ -266,15 +267,20 @@ def _bad_steps(actions: dict[str, int]) -> list[str]:
     return [f"bad steps: {found}; see bad_steps.jsonl"] if found else []
 
 
-def _loaded_by(recipe: Recipe, run: RunDir, model: Any) -> str:
-    """Return a Python expression that loads the export.
+def _loaded_by(recipe: Recipe, run: RunDir, trained: LossModule) -> str:
+    """Return Python code that loads the export.
 
     `your_model` and `base_model` stand for the user's own object.
     """
+    model: Any = trained.model
     if not hasattr(model, "save_pretrained"):
         return f'safetensors.torch.load_model(your_model, "{run.export / "model.safetensors"}")'
     if recipe.model.lora and not recipe.model.lora.merge:
-        return f'peft.PeftModel.from_pretrained(base_model, "{run.export}")'
+        # The adapters are those of a base with the vocabulary of the training.
+        words = model.get_base_model().get_input_embeddings().weight.shape[0]
+        resize = f"base_model.resize_token_embeddings({words}); "
+        resized = resize if trained.loaded and trained.loaded["resized"] else ""
+        return f'{resized}peft.PeftModel.from_pretrained(base_model, "{run.export}")'
     # With merged LoRA, load with the class of the model that peft wraps.
     whole = model.get_base_model() if recipe.model.lora else model
     return f'transformers.{type(whole).__name__}.from_pretrained("{run.export}")'

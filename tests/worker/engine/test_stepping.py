@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ortlaunch.worker.engine.averaging import UsedParameters
 from ortlaunch.worker.engine.stepping import TorchStepper
 
 PASSES = 3
@@ -67,6 +68,17 @@ def test_weights_are_cast_once_a_step() -> None:
         optimizers[1].step()
         optimizers[1].zero_grad()
         assert torch.equal(model.linear.weight, plain.linear.weight)
+
+
+def test_parameters_that_no_rank_uses_are_found() -> None:
+    """Of DeepSpeed's engine, too: a parameter that another rank's loss uses is used."""
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2), "c": nn.Linear(2, 2)})
+    model["c"].bias.requires_grad_(False)
+    group: Any = SimpleNamespace(gather=lambda text: [text, "b.weight"])
+    used = UsedParameters(model, group)
+    for _ in range(2):
+        model["a"](torch.ones(1, 2)).sum().backward()
+    assert used.unused() == ("b.bias", "c.weight")
 
 
 FORKS = """

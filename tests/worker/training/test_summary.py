@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import nn
 
 from ortlaunch.run_folder.engine_report import (
     EngineReport,
@@ -19,9 +21,9 @@ from ortlaunch.run_folder.engine_report import (
 )
 from ortlaunch.run_folder.folder import RunDir, write_json, write_text
 from ortlaunch.worker.engine.binding import Bound
-from ortlaunch.worker.training.finish import summarize
+from ortlaunch.worker.training.finish import _loaded_by, summarize
 from ortlaunch.worker.training.summary import late_notes, outcome_lines, plan_lines
-from tests.makers import engine_report, onnxruntime
+from tests.makers import WORDS, engine_report, onnxruntime, recipe
 
 FP16 = "FP16_Optimizer: ortlaunch's, overflow check and norm in one pass"
 
@@ -189,3 +191,17 @@ def test_groups_of_parameters_are_a_table() -> None:
         engine_report(optimizer=OptimizerChoice("adamw", "AdamW", None, [groups[1], groups[2]]))
     )
     assert not any("first parameter" in line for line in alike)
+
+
+@pytest.mark.parametrize("resized", [True, False])
+def test_adapters_of_a_larger_vocabulary_load_by_the_printed_line(resized: bool) -> None:
+    """The line resizes the base first, if the training has."""
+    base = SimpleNamespace(get_input_embeddings=lambda: nn.Embedding(352, 2))
+    model = SimpleNamespace(save_pretrained=None, get_base_model=lambda: base)
+    trained: Any = SimpleNamespace(model=model, loaded={"resized": ["334 to 352"] * resized})
+    adapted = recipe(
+        model={"task": "causal-lm", "pretrained": "x", "lora": {"merge": False}}, data=WORDS
+    )
+    line = _loaded_by(adapted, RunDir(Path("run")), trained)
+    resize = "base_model.resize_token_embeddings(352); " if resized else ""
+    assert line == f'{resize}peft.PeftModel.from_pretrained(base_model, "run/export")'
