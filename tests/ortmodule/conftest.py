@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ortlaunch.ortmodule.base import registry
 from ortlaunch.ortmodule.witness import Witness
 from tests.ort import build
 from tests.ortmodule.forks import fresh, fresh_ort, servers
@@ -17,6 +18,15 @@ def built() -> None:
     """ORT's torch extensions, built for the installed versions."""
     # A later session finds them in the cache.
     build()
+
+
+@pytest.fixture(autouse=True)
+def _every_repair_is_in_force() -> None:
+    """Fail in a process that has left a repair out, with the reason.
+
+    Without one, tests fail or end the process, and do not say why.
+    """
+    assert registry.not_applied() == {}
 
 
 @pytest.fixture
