@@ -168,6 +168,7 @@ class Asking(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
         (x,), (weight,) = ctx.saved_tensors, ctx.rest
+        # Three times the true gradient, for the same reason as in Cube.
         return tuple(
             found if saved.requires_grad else torch.zeros_like(saved)
             for saved, found in ((x, 3 * gradient @ weight), (weight, gradient.t() @ x))

@@ -84,6 +84,7 @@ def test_evaluation_checks_values_too(name: str) -> None:
     x = torch.randn(3, 8)
     with torch.no_grad():
         torch.testing.assert_close(ours(x, GOOD), eager(x, GOOD))
+        # ONNX Runtime's own kernel would read memory behind the scores.
         with pytest.raises((IndexError, RuntimeError), match=f"out of bounds.* at {__file__}:"):
             ours(x, bad(label))
         if name != "gather":
@@ -121,7 +122,8 @@ class Failing(torch.autograd.Function):
 
 
 def test_an_error_of_a_custom_function_is_its_own(capfd: pytest.CaptureFixture[str]) -> None:
-    """What a custom function raises arrives as it is, and nothing else is printed."""
+    """The exception of a custom function arrives as it is, and nothing else is printed."""
+    # The backward pass runs in C++, which would print the traceback.
     loss = wrapped(Scored(lambda m, z, y: Failing.apply(z).sum()))(torch.randn(3, 8), GOOD)
     capfd.readouterr()
     with pytest.raises(KeyError, match="planted"):

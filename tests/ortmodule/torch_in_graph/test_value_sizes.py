@@ -38,6 +38,7 @@ class Selecting(nn.Module):
         h, y, rows = z[mask], ids[mask] % 8, mask[:, 0]
         flat = z.flatten(0, 1)
         places = mask.flatten().nonzero()[:, 0]
+        # Values put at what a mask selects: of its own rows, broadcast, a number, with other indices.
         put = [z * 1 for _ in range(5)]
         put[0][mask] = put[0][mask] * 2
         put[1][mask] = self.row
@@ -111,6 +112,7 @@ def test_an_argument_may_be_empty(witness: Witness) -> None:
     model = copy.deepcopy(eager)
     ours = wrapped(model)
     exports = tally.exports
+    # Twice each: the second time the graph of the first is used.
     for count in (3, 0, 2, 0):
         for one in (ours, eager):
             one.zero_grad()
