@@ -28,6 +28,8 @@ class Hub:
     address: str = ""
     refuses: int = 0
     """Status of the response to a new repository, if it is not 200."""
+    denies: tuple[int, str] = (0, "")
+    """Status and code of the response to whoever reads, if it is not 200."""
     tokens: set[str] = field(default_factory=set)
     created: list[dict[str, object]] = field(default_factory=list)
     files: dict[str, bytes] = field(default_factory=dict)
@@ -36,6 +38,8 @@ class Hub:
         """Return status and JSON for a request."""
         if path == PUBLIC:
             return 404, {"error": "not found"}
+        if self.denies[0]:
+            return self.denies[0], {"error": "restricted"}
         if path == "/api/repos/create":
             self.created.append(json.loads(body))
             return (
@@ -80,13 +84,15 @@ def serving(hub: Hub) -> Iterator[Hub]:
             status, said = hub.answer(self.path, body)
             text = json.dumps(said).encode()
             self.send_response(status)
+            self.send_header("X-Error-Code", hub.denies[1])
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(text)))
             self.end_headers()
-            self.wfile.write(text)
+            if self.command != "HEAD":
+                self.wfile.write(text)
 
-        # Both methods have the same responses.
-        do_GET = do_POST
+        # All methods have the same responses.
+        do_GET = do_HEAD = do_POST
 
         def log_message(self, *_: object) -> None:
             pass
@@ -109,6 +115,9 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Any:
     with serving(Hub()) as hub:
         # Constants for this process, which has imported them; variables for its children.
         monkeypatch.setattr(constants, "ENDPOINT", hub.address)
+        page = hub.address + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", page)
+        monkeypatch.setattr("datasets.config.HF_ENDPOINT", hub.address)
         monkeypatch.setattr(hf_api.api, "endpoint", hub.address)
         # transformers keeps an API of its own, which an earlier test may have made.
         monkeypatch.setattr("transformers.utils.hub._hf_api", None, raising=False)

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from ortlaunch.errors import first_line
 from ortlaunch.recipe.fields.data import Corpus, is_chat
 from ortlaunch.recipe.fields.section import chosen
 from ortlaunch.recipe.inputs import matching_files, require_no_pointers
@@ -29,6 +28,7 @@ from ortlaunch.worker.data.reading import (
     names_of_numbers,
     read_file,
 )
+from ortlaunch.worker.data.streams.hub import hub_reason
 from ortlaunch.worker.data.streams.remote import remote_files
 
 # Bytes of a corpus that is hashed as a whole.
@@ -135,7 +135,14 @@ def _of_the_hub(source: Corpus) -> Iterator[Row]:
         raise DataError(f"{corpus_name(source)}: has no rows") from None
     # The errors of pyarrow and of the hub are subclasses of these.
     except (OSError, ValueError) as error:
-        raise DataError(f"{corpus_name(source)}: cannot be read: {first_line(error)}") from error
+        raise DataError(
+            f"{corpus_name(source)}: cannot be read: {_reason(error, source)}"
+        ) from error
+
+
+def _reason(error: Exception, source: Corpus) -> str:
+    name = f"{source.name}@{source.revision}" if source.revision else str(source.name)
+    return hub_reason(error, name, "datasets/")
 
 
 def _files_of_hub(source: Corpus) -> list[str] | None:
@@ -238,9 +245,9 @@ def _commit(source: Corpus) -> str:
             source.name, source.subset, data_files=_files_of_hub(source), revision=source.revision
         ).hash
     except (OSError, ValueError) as error:
-        reason = first_line(error)
-        mend = "to train offline, give the commit as data.*.revision"
-        raise DataError(f"{corpus_name(source)}: cannot be read: {reason}; {mend}") from error
+        raise DataError(
+            f"{corpus_name(source)}: cannot be read: {_reason(error, source)}"
+        ) from error
     return "\n".join((found, *local))
 
 

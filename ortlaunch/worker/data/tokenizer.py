@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock
 
 from ortlaunch.cache import cache_folder, note, renew
-from ortlaunch.errors import InputError, first_line
+from ortlaunch.errors import InputError
 from ortlaunch.recipe.fields.data import Data, TokenizerTraining, is_chat
 from ortlaunch.recipe.fields.prompts import CHAT_TEMPLATES
 from ortlaunch.recipe.inputs import files_read, require_no_pointers
 from ortlaunch.worker.data.chat_rows import chat_texts
 from ortlaunch.worker.data.corpus import documents_read, fingerprint
+from ortlaunch.worker.data.streams.hub import hub_reason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -121,7 +122,7 @@ def _loaded(data: Data, kept: Path | None) -> Any:
         return AutoTokenizer.from_pretrained(kept or pinned(str(data.tokenizer)))
     except (OSError, ValueError) as error:
         raise InputError(
-            f"data.tokenizer: cannot load {data.tokenizer!r}: {first_line(error)}; "
+            f"data.tokenizer: cannot load {data.tokenizer!r}: {hub_reason(error, str(data.tokenizer))}; "
             "give a local folder, a hub id you can reach, or {train: wordpiece, vocab_size: 30522}"
         ) from None
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from ortlaunch.errors import InputError, LaunchError, MissingDependency
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.tasks import PushRequest
+from ortlaunch.worker.data.streams.hub import hub_reason
 
 
 def run(request: PushRequest) -> None:
@@ -51,7 +52,7 @@ def check(repo: str) -> None:
     except errors.HFValidationError as error:
         raise InputError(f"--push: {error}") from None
     except errors.HfHubHTTPError as error:
-        raise InputError(f"--push {repo}: {_message(error)}") from None
+        raise InputError(f"--push {repo}: {hub_reason(error, repo, writes=True)}") from None
     # The errors of the HTTP library, which differs between versions of huggingface_hub.
     except Exception as error:
         raise LaunchError(
@@ -86,14 +87,10 @@ def push(repo: str, run: RunDir, step: int, folder: Path) -> str:
                 commit_message=f"Step {step} of {run.path.name}, by ortlaunch",
             )
     except errors.HfHubHTTPError as error:
-        raise LaunchError(f"--push {repo}: {_message(error)}; the export is in {folder}") from None
+        raise LaunchError(
+            f"--push {repo}: {hub_reason(error, repo, writes=True)}; the export is in {folder}"
+        ) from None
     # Includes errors about metadata of the card that the hub refuses.
     except Exception as error:
         raise LaunchError(f"--push {repo}: {error}; the export is in {folder}") from None
     return str(done.commit_url)
-
-
-def _message(error: Exception) -> str:
-    """Return the hub's answer on one line."""
-    message = getattr(error, "server_message", None) or str(error)
-    return " ".join(str(message).split())

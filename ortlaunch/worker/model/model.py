@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ortlaunch.errors import InputError, MissingDependency, first_line
+from ortlaunch.errors import InputError, MissingDependency
 from ortlaunch.json_types import Json
 from ortlaunch.launch_plan import Plan
 from ortlaunch.model_tasks import MODEL_TASKS
@@ -25,6 +25,7 @@ from ortlaunch.recipe.text.words import closest
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker.data import LoadedData, call
 from ortlaunch.worker.data.own import find, seed_generators
+from ortlaunch.worker.data.streams.hub import hub_reason
 from ortlaunch.worker.data.tokenizer import pinned, tokens_without_weights
 from ortlaunch.worker.data.vocabulary import labels_of_recipe
 from ortlaunch.worker.model import packing
@@ -317,7 +318,8 @@ def _transformers_model(recipe: Recipe, data: LoadedData) -> tuple[nn.Module, Lo
             partial=recipe.model.allow_partial, attn_implementation=attention, torch_dtype=torch.float32,
         )  # fmt: skip
     except (OSError, ValueError) as error:
-        raise InputError(f"model: {first_line(error)}") from error
+        reason = hub_reason(error, str(recipe.model.pretrained))
+        raise InputError(f"model: {reason}") from error
     # The config's class accepts some wrong values, which then fail in the model's constructor.
     except (TypeError, KeyError, AttributeError) as error:
         raise InputError(f"model.config: {type(error).__name__}: {error}") from error
@@ -344,7 +346,7 @@ def config_of(recipe: Recipe, data: LoadedData) -> Any:
     except (OSError, ValueError) as error:
         if source is None:
             raise InputError(f"model.config.model_type: transformers knows no {kind!r}") from None
-        raise InputError(f"model.pretrained: got {source}: {first_line(error)}") from None
+        raise InputError(f"model.pretrained: got {source}: {hub_reason(error, source)}") from None
     if kind not in (None, config.model_type):
         raise InputError(
             f"model.config.model_type: got {kind}, and model.pretrained is of type "

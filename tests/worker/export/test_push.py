@@ -158,7 +158,12 @@ def test_a_card_beside_adapters_is_left_alone(run: RunDir) -> None:
         ({"HF_TOKEN": None}, InputError, "no token is set; export HF_TOKEN"),
         ({"offline": True}, InputError, "HF_HUB_OFFLINE is set"),
         ({"repo": "a b"}, InputError, "--push: Repo id must"),
-        ({"refuses": 403}, InputError, "--push me/model: no rights"),
+        (
+            {"refuses": 403},
+            InputError,
+            r"--push me/model: me/model may not be written \(no rights\), and the token "
+            r"that is set gives no access: make one that may write \(http://",
+        ),
         ({"address": "http://127.0.0.1:9"}, LaunchError, "http://127.0.0.1:9 cannot be reached"),
     ],
 )

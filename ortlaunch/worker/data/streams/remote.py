@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, TypeVar
 from ortlaunch.errors import MissingDependency, first_line
 from ortlaunch.units import duration
 from ortlaunch.worker.data.reading import DataError, RemoteFile
+from ortlaunch.worker.data.streams.hub import hub_reason, hub_status
 
 _Value = TypeVar("_Value")
 # Bytes of a request.
@@ -100,7 +101,7 @@ def _with_retries(url: str, request: Callable[[], _Value]) -> _Value:
         except Exception as error:
             # fsspec reports a lost connection as a missing file, with the real error as its cause.
             real = (isinstance(error, FileNotFoundError) and error.__cause__) or error
-            reason = f"{type(real).__name__}: {first_line(real)}"
+            reason = _reason(url, real)
             if pause is None or _is_final(real):
                 raise DataError(f"{url}: cannot be read: {reason}") from error
         print(f"{url}: {reason:.200}; the next attempt is in {duration(pause)}", flush=True)
@@ -108,7 +109,15 @@ def _with_retries(url: str, request: Callable[[], _Value]) -> _Value:
     raise AssertionError("the last attempt returns or raises")
 
 
+def _reason(url: str, error: BaseException) -> str:
+    protocol, _, path = url.partition("://")
+    if protocol != "hf":
+        return f"{type(error).__name__}: {first_line(error)}"
+    kind = "datasets/" if path.startswith("datasets/") else ""
+    return hub_reason(error, "/".join(path.removeprefix(kind).split("/")[:2]), kind)
+
+
 def _is_final(error: BaseException) -> bool:
-    status = getattr(error, "status", 0)
+    status = getattr(error, "status", 0) or hub_status(error)
     refused = 400 <= status < 500 and status not in _LATER
     return refused or isinstance(error, (FileNotFoundError, PermissionError))

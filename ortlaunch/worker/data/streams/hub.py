@@ -1,0 +1,64 @@
+"""Why a repository of the Hugging Face hub cannot be read or written, and what helps.
+
+huggingface_hub, transformers and `datasets` wrap one refusal in errors of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ortlaunch.errors import first_line
+
+_ABSENT = {"RepositoryNotFoundError", "DatasetNotFoundError"}
+_UNREACHABLE = {"OfflineModeIsEnabled", "LocalEntryNotFoundError", "ConnectionError"}
+
+
+def hub_reason(error: BaseException, repository: str, kind: str = "", writes: bool = False) -> str:
+    """Return the reason of an error on one line; of a hub's refusal or silence, with the remedy.
+
+    Args:
+        error: the error; an error that is not the hub's keeps its first line.
+        repository: name on the hub, or name@revision.
+        kind: the begin of its page's address: "datasets/"; "": of models.
+        writes: whether the repository is written, not read.
+    """
+    from huggingface_hub import constants, get_token
+
+    names = {each.__name__ for part in _chain(error) for each in type(part).__mro__}
+    answers = (getattr(each, "server_message", None) for each in _chain(error))
+    answer = " ".join(next(filter(None, answers), "").split())
+    name, _, revision = repository.partition("@")
+    page = f"{constants.ENDPOINT}/{kind}{name}"
+    if "RevisionNotFoundError" in names:
+        return f"the hub has no revision {revision} of it: see {page}/commits/main"
+    if hub_status(error) in (401, 403) or names & _ABSENT:
+        state = "may not be written" if writes else "is missing on the hub, private or gated"
+        token = "the token that is set gives no access" if get_token() else "no token is set"
+        mend = "make one that may write" if writes else f"ask for access at {page}, make a token"
+        return (
+            f"{name} {state}{answer and f' ({answer})'}, and {token}: {mend} "
+            f"({constants.ENDPOINT}/settings/tokens), and set HF_TOKEN, or type hf auth login; "
+            "for other hosts launch.forward: [HF_TOKEN]"
+        )
+    if not names & _UNREACHABLE:
+        return answer or first_line(error)
+    state = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{page} is not reached"
+    mend = f"type once where there is a network: hf download {name}"
+    # Tokens of a commit are found without a network.
+    mend = "to train offline, give the commit as data.*.revision" if kind else mend
+    return f"{state}, and the cache has no {name}; {mend}"
+
+
+def hub_status(error: BaseException) -> int:
+    """Return the HTTP status of the hub's answer; 0 if there is none."""
+    answers = (getattr(each, "response", None) for each in _chain(error))
+    return max((getattr(answer, "status_code", 0) for answer in answers), default=0)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and those that it was raised from."""
+    seen = set[int]()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__

@@ -1,0 +1,86 @@
+"""Refusals of the hub, each from a local server, in every place that reads from it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from huggingface_hub import constants
+
+from ortlaunch.errors import InputError
+from ortlaunch.recipe.fields.data import Corpus, Data
+from ortlaunch.worker.data.corpus import fingerprint, rows
+from ortlaunch.worker.data.streams.remote import remote_files
+from ortlaunch.worker.data.tokenizer import load_tokenizer
+from ortlaunch.worker.model.model import config_of
+from tests.makers import bert
+from tests.worker.hub import Hub, hub
+
+__all__ = ["hub"]
+
+HUB = Corpus(format="hub", name="o/n")
+
+
+def read_config(name: str) -> None:
+    recipe = bert(model={"task": "masked-lm", "pretrained": name})
+    data: Any = None
+    config_of(recipe, data)
+
+
+READERS = {
+    "tokenizer": lambda: load_tokenizer(
+        Data.model_validate({"train": "python-docs", "tokenizer": "o/n"})
+    ),
+    "revision": lambda: read_config("o/n@v2"),
+    "model": lambda: read_config("o/n"),
+    "data": lambda: [*rows(HUB)],
+    "commit": lambda: fingerprint(HUB),
+    "stream": lambda: remote_files("hf://datasets/o/n/*.parquet"),
+}
+CASES = {
+    "gated": ((401, "GatedRepo"), "", "no token is set"),
+    "not on the list": ((403, "GatedRepo"), "hf_secret", "the token that is set gives no access"),
+    "private": ((404, "RepoNotFound"), "hf_secret", "the token that is set gives no access"),
+    "wrong token": ((401, ""), "hf_secret", "the token that is set gives no access"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("reader", READERS)
+def test_a_refusal(
+    reader: str, case: str, hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    """A repository that may not be read is named, with the token, its page and other hosts."""
+    hub.denies, token, state = CASES[case]
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_TOKEN", token)
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: token or None)
+    with pytest.raises(InputError) as raised:
+        READERS[reader]()
+    message = str(raised.value)
+    page = f"{hub.address}/{'datasets/' if reader in ('data', 'commit', 'stream') else ''}o/n"
+    assert f"and {state}: ask for access at {page}, make a token" in message
+    assert (
+        "set HF_TOKEN, or type hf auth login; for other hosts launch.forward: [HF_TOKEN]" in message
+    )
+    assert "\n" not in message
+    assert "hf_secret" not in message
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_revision_that_is_missing(reader: str, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A missing revision is no matter of a token."""
+    hub.denies = 404, "RevisionNotFound"
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", "nowhere")
+    with pytest.raises(InputError, match=r"no revision .* of it: see http.*o/n/commits/main"):
+        READERS[reader]()
+
+
+@pytest.mark.parametrize("reader", [name for name in READERS if name != "stream"])
+def test_a_hub_that_is_not_reached(reader: str, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a network the command that fills the cache is named."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", "nowhere")
+    with pytest.raises(InputError) as raised:
+        READERS[reader]()
+    assert "HF_HUB_OFFLINE is set, and the cache has no o/n; " in str(raised.value)
