@@ -23,7 +23,8 @@ _REFUSED = {
     "processor_type": "images and sound beside text cannot be trained here",
 }
 # `ds_type` or the file's suffix -> format of the recipe.
-_SUFFIXES = {"json": "jsonl", "jsonl": "jsonl", "text": "text", "txt": "text", "parquet": "parquet"}
+_SUFFIXES = {"json": "jsonl", "jsonl": "jsonl", "text": "text", "txt": "text", "csv": "csv",
+             "parquet": "parquet"}  # fmt: skip
 _TEXT = ("completion", "pretrain")
 _CHATS = {
     "chat_template": "messages",

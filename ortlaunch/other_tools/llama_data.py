@@ -18,7 +18,13 @@ _FILE = "dataset_info.json"
 _FORMATTINGS = ("alpaca", "sharegpt", "openai")
 # Columns beside text: without them the rows ask about what is not there.
 _MEDIA = ("images", "videos", "audios")
-_FORMATS = {".json": "jsonl", ".jsonl": "jsonl", ".txt": "text", ".parquet": "parquet"}
+_FORMATS = {
+    ".json": "jsonl",
+    ".jsonl": "jsonl",
+    ".csv": "csv",
+    ".txt": "text",
+    ".parquet": "parquet",
+}
 # LLaMA-Factory's columns and tags: the recipe's key, and the default.
 _PROMPTS = {
     "prompt": ("prompt_column", "instruction"),

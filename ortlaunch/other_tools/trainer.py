@@ -47,7 +47,8 @@ _DEFAULTS = {
     "batch.accumulation_steps": 1,
     "train.max_grad_norm": 1.0,
 }
-_FORMATS = {".txt": "text", ".json": "jsonl", ".jsonl": "jsonl", ".parquet": "parquet"}
+_FORMATS = {".txt": "text", ".json": "jsonl", ".jsonl": "jsonl", ".csv": "csv",
+            ".parquet": "parquet"}  # fmt: skip
 
 
 def convert(draft: Draft) -> None:
@@ -184,7 +185,7 @@ def files(draft: Draft, key: str, node: Tree, part: str) -> None:
     form = _FORMATS.get(Path(str(node.scalar)).suffix)
     if form is None:
         return draft.drop(
-            key, node, f"its format is none of text, jsonl and parquet; give data.{part}"
+            key, node, f"its format is none of text, jsonl, csv and parquet; give data.{part}"
         )
     why = (
         "a file of one JSON array must become one of a row a line"

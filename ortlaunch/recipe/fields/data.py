@@ -85,12 +85,14 @@ class StreamSettings(Section):
 class Corpus(Section):
     """Source of samples."""
 
-    format: Literal["text", "jsonl", "parquet", "hub", "custom"]
+    format: Literal["text", "jsonl", "csv", "parquet", "hub", "custom"]
     """`text`: lines of plain text; `jsonl`, `parquet`: rows (a JSON file that is one array of
-    objects is read, too, all of it in memory); `hub`: a data set's name on the hub; `custom`: your
+    objects is read, too, all of it in memory); `csv`: rows of a table in UTF-8, whose first line
+    names the columns, separated by commas, semicolons or tabs; its cells are text, and labels that
+    are all whole numbers are in their order; `hub`: a data set's name on the hub; `custom`: your
     own `factory`."""
     path: OneOrMore | None = None
-    """Files for text, jsonl and parquet; `*` and `**` are allowed. Like `model.pretrained`,
+    """Files for text, jsonl, csv and parquet; `*` and `**` are allowed. Like `model.pretrained`,
     `data.tokenizer` and `data.chat_template`, a relative path starts beside the recipe, or else in
     the current folder. `~`, $HOME, $SCRATCH, $TMPDIR, $WORK, $DATA and the variables that
     `launch.forward` lists are expanded."""

@@ -12,7 +12,12 @@ _BUILT_IN = {
     "python-chats": Corpus(format="jsonl", messages_column="messages"),
 }
 # Placeholders that the user replaces.
-_FILES = {"text": "held-out.txt", "jsonl": "held-out.jsonl", "parquet": "held-out.parquet"}
+_FILES = {
+    "text": "held-out.txt",
+    "jsonl": "held-out.jsonl",
+    "csv": "held-out.csv",
+    "parquet": "held-out.parquet",
+}
 # Fields that point at the training samples themselves; a held-out corpus has others.
 _PLACES = ("path", "split", "factory", "arguments")
 

@@ -11,7 +11,7 @@ from ortlaunch.recipe.fields.field_lookup import choices, description, is_requir
 from ortlaunch.recipe.hints.keys_of_other_tools import NO_PREFERENCES, PREFERENCES
 from ortlaunch.recipe.text.place import KeyPath, dotted
 from ortlaunch.recipe.text.tree import Tree
-from ortlaunch.recipe.text.words import closest, normal
+from ortlaunch.recipe.text.words import REMEDIES, closest, normal
 
 # pydantic's types of errors -> the accepted type, for people who do not know Python.
 _KINDS = {
@@ -116,10 +116,11 @@ def _wanted(path: KeyPath, details: ErrorDetails, raw: str) -> str:
     if kind == "literal_error":
         words = choices(path)
         guess = closest(raw, words) if len(words) > 1 else None
+        remedy = REMEDIES.get((str(path[-1]), normal(raw)))
         return (
             "it must be "
             + " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
-            + _guess(guess)
+            + (f"; {remedy}" if remedy else _guess(guess))
         )
     if kind in _BOUNDS:
         return f"it must be {_BOUNDS[kind]} {next(iter(context.values()))}"

@@ -26,10 +26,14 @@ _CHATS = ("system_column", "input_column", "role_key", "content_key", "roles", "
           "train_key", *_LEARNED)  # fmt: skip
 _COLUMNS = ("text_column", "label_column", "messages_column", "prompt_column", "response_column",
             *_CHATS, "most_rows")  # fmt: skip
+# A cell of CSV is text, so that it has no messages.
+_CELLS = ("text_column", "label_column", "prompt_column", "response_column", "system_column",
+          "input_column", "prompt", *_LEARNED, "most_rows")  # fmt: skip
 # Fields that each format uses; any other field has no effect.
 _FORMAT_FIELDS = {
     "text": ("path", "document", "most_rows"),
     "jsonl": ("path", *_COLUMNS),
+    "csv": ("path", *_CELLS),
     "parquet": ("path", *_COLUMNS),
     "hub": ("name", "subset", "files", "revision", "split", *_COLUMNS),
     "custom": ("factory", "arguments"),
@@ -38,6 +42,7 @@ _FORMAT_FIELDS = {
 _FORMAT_NEEDS = {
     "text": "path",
     "jsonl": "path",
+    "csv": "path",
     "parquet": "path",
     "hub": "name",
     "custom": "factory",
@@ -159,7 +164,7 @@ def _stream(key: str, corpus: Corpus, recipe: Recipe) -> Iterator[Problem]:
     unknown = f"needs all samples of data.train, and {path} has none yet; give"
     whole = is_chat(corpus) or traits.label or traits.pairs
     for place, wrong, message in (
-        (path, corpus.path is None, "is for text, jsonl and parquet; a data set of the hub is format: "
+        (path, corpus.path is None, "is for text, jsonl, csv and parquet; a data set of the hub is format: "
          "parquet, path: hf://datasets/NAME/**/*.parquet"),
         (path, key == "data.evaluation", "has no effect on evaluation, which reads all samples each "
          "time; leave it out"),
@@ -248,7 +253,12 @@ def _kinds(recipe: Recipe) -> Iterator[Problem]:
         if traits.label and not labels:
             yield (
                 (key, "model.task", f"{key}.format"),
-                f"has no labels; {task} needs format jsonl, parquet, hub or custom",
+                f"has no labels; {task} needs format jsonl, csv, parquet, hub or custom",
+            )
+        if traits.label == "word" and isinstance(source, Corpus) and source.format == "csv":
+            yield (
+                (f"{key}.format", "model.task"),
+                f"got csv, whose cells are no lists; {task} needs format jsonl, parquet or hub",
             )
 
 

@@ -71,10 +71,27 @@ WORDS: dict[str, str] = {
     "fa2": "sdpa",
     "json": "jsonl",
     "txt": "text",
+    "tsv": "csv",
     "huggingface": "hub",
     "hf": "hub",
     "byte_level": "bpe",
     "tb": "tensorboard",
+}
+
+# Fields and values that other tools have, without a like one here -> what to do.
+REMEDIES = {
+    (
+        "attention",
+        "flash_attention_2",
+    ): "set sdpa, which is flash attention on a GPU in fp16 and bf16",
+    ("format", "arrow"): 'to convert: python -c "import datasets; '
+    "datasets.load_from_disk('FOLDER').to_json('a.jsonl')\"",
+    ("format", "conll"): "to convert: python -c \"import json, sys; [print(json.dumps({'text': "
+    "[w.split()[0] for w in s], 'label': [w.split()[-1] for w in s]})) for s in map(str.splitlines, "
+    "sys.stdin.read().strip().split('\\n\\n'))]\" < a.conll > a.jsonl",
+    ("format", "tfrecord"): "only TensorFlow reads it: write its examples as jsonl there",
+    ("format", "xlsx"): 'to convert: python -c "import pandas; '
+    "pandas.read_excel('a.xlsx').to_csv('a.csv', index=False)\" (needs openpyxl)",
 }
 
 

@@ -7,6 +7,7 @@ appear, so that a stored row consists of integers alone.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,8 @@ from ortlaunch.recipe.rules.model_rules import MOST_CLASSES
 from ortlaunch.worker.data.corpus import corpus_name, rows, value
 from ortlaunch.worker.data.reading import DataError, Row
 
+# A number in a cell of CSV.
+_NUMBER = re.compile(r"\s*[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?\s*")
 Read = Callable[[Row, Corpus, Any], tuple[Any, list[Any]]]
 """(row, source, first label of the source or None) -> text or words, and a list of labels.
 
@@ -121,6 +124,8 @@ def classified(row: Row, source: Corpus, first: Any) -> tuple[str, list[Any]]:
 def scored(row: Row, source: Corpus, first: Any) -> tuple[str, list[Any]]:
     """Return a text and its number, for regression."""
     label = value(row, source.label_column)
+    if source.format == "csv" and _NUMBER.fullmatch(label):
+        label = float(label)
     # The type is compared, as isinstance accepts a bool as an int.
     if type(label) not in (int, float) or not math.isfinite(label):
         raise DataError(

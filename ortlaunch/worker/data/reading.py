@@ -1,16 +1,18 @@
-"""Reading of text, JSON lines and Parquet files, row by row.
+"""Reading of text, JSON lines, CSV and Parquet files, row by row.
 
-Each row has its location. An error names the file, and the line or the row. Text and JSON lines in
+Each row has its location. An error names the file, and the line or the row. Text, JSON lines and CSV in
 .gz, .bz2 or .xz are read directly. Hugging Face `datasets` reads .zst, .lz4 and .zip.
 """
 
 from __future__ import annotations
 
 import bz2
+import csv
 import functools
 import gzip
 import hashlib
 import io
+import itertools
 import json
 import lzma
 import os
@@ -31,6 +33,8 @@ _OPENED: dict[str, Callable[[BinaryIO], Any]] = {
 }
 _BY_DATASETS = (".zst", ".lz4", ".zip")
 _LOADER = {"text": "text", "jsonl": "json"}
+# Separators of cells; the one that the first line has most often is the file's.
+_SEPARATORS = ",;\t"
 # Characters of a text file, and rows of a Parquet file, that are read at once.
 _LETTERS_AT_ONCE = 1 << 20
 _ROWS_AT_ONCE = 1000
@@ -89,7 +93,7 @@ def read_file(path: str, form: str, document: str = "paragraph") -> Iterator[Row
 
     Args:
         path: the file.
-        form: text, jsonl or parquet.
+        form: text, jsonl, csv or parquet.
         document: for text, the unit of a row: paragraph, line or file.
 
     Raises:
@@ -291,6 +295,40 @@ def _refuse_half_pairs(values: Json, place: str) -> None:
             ) from None
 
 
+def _csv(path: str) -> Iterator[Row]:
+    """Yield the rows of a table whose first line names its columns; a cell is text."""
+    csv.field_size_limit(_LONGEST_ROW)
+    line = 1
+    names: list[str] = []
+    with (
+        _TextFile(path) as file,
+        io.TextIOWrapper(file.bytes, encoding="utf-8-sig", newline="") as letters,
+    ):
+        first = letters.readline(_LONGEST_ROW)
+        separator = max(_SEPARATORS, key=first.count)
+        table = csv.reader(itertools.chain([first], letters), delimiter=separator, strict=True)
+        try:
+            for cells in table:
+                place = f"{path}:{line}"
+                line = table.line_num + 1
+                # An empty line; a table of one column has no other form of an empty cell.
+                if not any(map(str.strip, cells)) and len(cells) < 2:
+                    continue
+                if not names:
+                    names = cells
+                    if again := [name for name in names if names.count(name) > 1]:
+                        raise DataError(f"{place}: two columns are named {again[0]!r}")
+                elif len(cells) != len(names):
+                    mend = f"put a cell with a {separator!r} or a line end in double quotes"
+                    told = f"has {len(cells)} cells, and the first line {len(names)}"
+                    raise DataError(f"{place}: {told}; {mend}")
+                else:
+                    yield Row(dict(zip(names, cells)), place, file.share)
+        except csv.Error as error:
+            mend = 'a cell in double quotes ends with one, and has "" for each within'
+            raise DataError(f"{path}:{line}: is no CSV: {error}; {mend}") from None
+
+
 def _parquet(path: str) -> Iterator[Row]:
     from pyarrow import parquet
 
@@ -328,7 +366,7 @@ def _by_datasets(path: str, form: str, document: str) -> Iterator[Row]:
     if isinstance(path, RemoteFile):
         raise DataError(f"{path}: .zst, .lz4 and .zip cannot be streamed; use .gz, or unpack it")
     if form not in _LOADER:
-        raise DataError(f"{path}: a Parquet file has its own compression; unpack this file")
+        raise DataError(f"{path}: {form} is not read from .zst, .lz4 and .zip; unpack this file")
     by = "document" if document == "file" else document
     options: Json = {"sample_by": by} if form == "text" else {}
     try:
@@ -366,5 +404,6 @@ def _guess(path: str) -> str:
 
 
 _READERS: dict[str, Callable[[str], Iterator[Row]]] = {
-    "paragraph": _paragraphs, "line": _lines, "file": _whole, "jsonl": _json, "parquet": _parquet,
+    "paragraph": _paragraphs, "line": _lines, "file": _whole, "jsonl": _json, "csv": _csv,
+    "parquet": _parquet,
 }  # fmt: skip

@@ -326,7 +326,7 @@ def of_chats(source: dict[str, Any], **keys: Any) -> dict[str, Any]:
         ({"tf32": True}, "taken", "tf32", "engine.matmul_precision: high"),
         ({"tf32": True, "bf16": True}, "needless", "tf32", "the precision of the passes"),
         ({"dataloader_num_workers": 4}, "taken", "dataloader_num_workers", "data.workers"),
-        ({"datasets": [{"path": "a.csv", "ds_type": "csv", "type": "completion"}]},
+        ({"datasets": [{"path": "a.arrow", "ds_type": "arrow", "type": "completion"}]},
          "dropped", "datasets.ds_type", "no counterpart"),
     ],
 )  # fmt: skip

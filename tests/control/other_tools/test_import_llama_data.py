@@ -135,7 +135,7 @@ def test_evaluation_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("keys", "text"),
     [
-        ({"dataset": "folder"}, "its file 'folder' is none of .json, .jsonl, .txt, .parquet"),
+        ({"dataset": "folder"}, "its file 'folder' is none of .json, .jsonl, .csv, .txt, .parquet"),
         ({"dataset": "alpaca", "dataset_dir": "other"}, "no dataset_info.json is in the folder"),
     ],
 )

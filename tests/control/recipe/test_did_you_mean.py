@@ -25,6 +25,7 @@ WHOLE = "use zero.stage, which shards over the ranks (there is no tensor, pipeli
         ("model.task=dpo", f"got dpo; {NONE}"),
         ("data.train.rejected_column=worse", NONE),
         ("model.beta=0.1", NONE),
+        ("data.train={format: xlsx}", 'to convert: python -c "import pandas; pandas.read_excel('),
         # An optimizer's beta is meant.
         ("optimizer.beta=0.1", "did you mean optimizer.betas?"),
     ],

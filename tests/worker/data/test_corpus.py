@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import functools
 import gzip
 import inspect
@@ -41,12 +42,16 @@ def write(
             "".join(json.dumps({column: text, "other": 1}) + "\n" for text in texts),
             encoding="utf-8",
         )
+    elif kind == "csv":
+        with path.open("w", encoding="utf-8-sig", newline="") as file:
+            rows = [(column, "other"), *((text, 1) for text in texts)]
+            csv.writer(file, delimiter=";", quoting=csv.QUOTE_ALL).writerows(rows)
     else:
         parquet.write_table(pyarrow.table({column: texts, "other": [1] * len(texts)}), path)
     return str(path)
 
 
-@pytest.mark.parametrize("kind", ["text", "jsonl", "parquet"])
+@pytest.mark.parametrize("kind", ["text", "jsonl", "csv", "parquet"])
 def test_every_format_gives_the_same_documents(kind: str, tmp_path: Path) -> None:
     """Text, JSON lines and Parquet files give the same documents in order, in UTF-8."""
     assert list(documents(Corpus(format=kind, path=(write(tmp_path, kind, TEXTS),)))) == TEXTS
@@ -164,6 +169,14 @@ parquet.write_table(pyarrow.table({"text": pyarrow.array([], pyarrow.string())})
             r":1: 'text' has \\udc00, half of a surrogate pair",
         ),
         ("jsonl", b'{"text": ["a"]}\n', r":1: column 'text' holds \['a'\]; it must be text"),
+        ("csv", b"text\na,b\n", ":2: has 2 cells, and the first line 1; put a cell with a ','"),
+        ("csv", b"text\tx\na\tb\n\nc\n", r":4: has 1 cells, and .* cell with a '.t' or a line"),
+        ("csv", b'text,x\n"a\nb",1\nc,"d\ne\n', ":4: is no CSV: unexpected end of data; a cell in"),
+        ("csv", b'text\n"a"b\n', ":2: is no CSV: ',' expected after '\"'; a cell in double"),
+        ("csv", b"text,x,text\na,b,c\n", ":1: two columns are named 'text'"),
+        ("csv", b"nice film,1\nbad film,0\n", ":2: no column 'text'; it has 1, nice film"),
+        ("csv", b"text\n \n", ": has no rows"),
+        ("csv", "text\nü\n".encode("latin-1"), ":2: is not UTF-8: "),
         ("parquet", b"", ": is empty"),
         ("parquet", b"no parquet", ": cannot be read as parquet: "),
     ],
@@ -195,7 +208,9 @@ def test_a_shard_that_was_cut_off(tmp_path: Path) -> None:
         list(documents(Corpus(format="parquet", path=(str(good), str(bad)))))
 
 
-@pytest.mark.parametrize("kind", ["text", "jsonl", "parquet", "text.gz", "jsonl.xz"])
+@pytest.mark.parametrize(
+    "kind", ["text", "jsonl", "csv", "parquet", "text.gz", "jsonl.xz", "csv.gz"]
+)
 def test_rows_are_those_of_datasets(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,8 +235,11 @@ def test_rows_are_those_of_datasets(
         packed = {"gz": gzip, "xz": lzma}[kind.partition(".")[2]].compress(Path(path).read_bytes())
         path = str(tmp_path / f"part.{kind}")
         Path(path).write_bytes(packed)
-    options = {"sample_by": "paragraph"} if form == "text" else {}
-    builder = {"text": "text", "jsonl": "json", "parquet": "parquet"}[form]
+    # A cell of ours is text, also an empty one.
+    words = datasets.Features(dict.fromkeys(("text", "other"), datasets.Value("string")))
+    cells = {"sep": ";", "features": words, "keep_default_na": False}
+    options: Any = {"text": {"sample_by": "paragraph"}, "csv": cells}.get(form, {})
+    builder = {"jsonl": "json"}.get(form, form)
     theirs: Any = datasets.load_dataset(
         builder, data_files=path, split="train", streaming=True, **options
     )

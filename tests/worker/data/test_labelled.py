@@ -404,3 +404,18 @@ def test_whole_numbers_as_names_are_in_their_order(tmp_path: Path) -> None:
     stars = labelled(tmp_path / "z.jsonl", rows_of(5, 1))
     assert number_labels(stars, None, STARS) == [*STARS]
     assert stars.labels == [4, 0]
+
+
+def test_cells_of_csv_are_labels(tmp_path: Path) -> None:
+    """Cells that are numbers are classes in their order, or the numbers of a regression."""
+    path = tmp_path / "x.csv"
+    path.write_text("text;label\na;10\nb;9\nc; -1.5e1\n")
+    source = Corpus(format="csv", path=(str(path),), most_rows=2)
+    made = LabelledTexts(source, words(), 8)
+    assert number_labels(made, None) == ["9", "10"]
+    assert [int(made.sample(n, 0)["labels"]) for n in range(2)] == [1, 0]
+    numbers = ScoredTexts(source.model_copy(update={"most_rows": None}), words(), 8)
+    assert [float(numbers.sample(n, 0)["labels"]) for n in range(3)] == [10, 9, -15]
+    path.write_text("text;label\na;ten\n")
+    with pytest.raises(DataError, match=r"x.csv:2: label is 'ten'; sequence-regression needs a n"):
+        ScoredTexts(source, words(), 8)
