@@ -30,6 +30,9 @@ class ModelTask:
     new_head: str = ""
     """Name of a head for labels, which LoRA trains whole, of tasks that peft does not know."""
 
+    media: str = ""
+    """The files of samples that are no text: `image`, with a class, or `sound`, with its text."""
+
     wrapper: str = ""
     """`module:function` of the worker that wraps a LightningModule; "": the model is none."""
 
@@ -74,12 +77,15 @@ MODEL_TASKS = {
         pipeline="token-classification",
         peft="TOKEN_CLS",
     ),
-    # Of custom data, whose samples have `pixel_values` or `input_features`, and `labels`.
+    # Custom data for them have `pixel_values` or `input_features`, and `labels`.
     "image-classification": ModelTask(
-        "AutoModelForImageClassification", pipeline="image-classification", new_head="classifier"
+        "AutoModelForImageClassification",
+        pipeline="image-classification",
+        new_head="classifier",
+        media="image",
     ),
     "speech-seq2seq": ModelTask(
-        "AutoModelForSpeechSeq2Seq", pipeline="automatic-speech-recognition"
+        "AutoModelForSpeechSeq2Seq", pipeline="automatic-speech-recognition", media="sound"
     ),
     "custom": ModelTask(),
     "lightning": ModelTask(wrapper="ortlaunch.worker.model.lightning_module:wrap_lightning"),

@@ -62,6 +62,8 @@ _SHAPES = (
     "attend_across_documents",
     "packing",
     "tokenizer",
+    "processor",
+    "transcript_length",
 )
 # Fields of `engine` that are not part of the key.
 _NO_SPEED = ("name", "allow_fallback", "parity_steps", "parity_tolerance")

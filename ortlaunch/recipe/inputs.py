@@ -46,6 +46,8 @@ def missing_files(recipe: Recipe, task: str = "train") -> Iterator[Problem]:
         for pattern in (corpus.path or ()) if isinstance(corpus, Corpus) else ():
             # Only a rank reads URLs, of a streamed corpus.
             found = ["://"] if "://" in pattern else matching_files(pattern)
+            if os.path.isdir(pattern) and corpus.format == "folder":
+                continue
             if os.path.isdir(pattern):
                 what = f"got {pattern}, which is a folder; give its files: {os.path.join(pattern, '*')}"
                 yield (f"{key}.path",), what

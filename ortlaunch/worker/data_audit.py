@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from ortlaunch.recipe.fields.data import HeldOut, uses_template
 from ortlaunch.worker.data import Conversations, LabelledTexts, LoadedData, OwnSamples
+from ortlaunch.worker.data.media.samples import LabelledImages, Recordings
 from ortlaunch.worker.data.mixture import at_hand, streams_of
 from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data.samples import IGNORED
@@ -54,6 +55,8 @@ _BEFORE = 2
 _FEW = 0.001
 # Attributes of samples that have other samples within: packs, and parts held out.
 _INNER = ("samples", "whole")
+# Samples without tokens.
+_OF_TENSORS = (OwnSamples, LabelledImages, Recordings)
 _Ints = NDArray[np.int64]
 _FACTORS = np.random.default_rng(0).integers(1, 1 << 62, (_HASHES + _SHINGLE)).astype(
     np.uint64
@@ -135,7 +138,7 @@ def audits(data: LoadedData, most: int = AT_START, streams: bool = True) -> list
     made = list[PartAudit]()
     for key, samples in (("data.train", data.train), ("data.evaluation", data.evaluation)):
         sources = [*_sources(samples)]
-        if samples is None or any(isinstance(each, OwnSamples) for each in sources):
+        if samples is None or any(isinstance(each, _OF_TENSORS) for each in sources):
             continue
         flows = bool(streams_of(samples))
         if flows and not streams:

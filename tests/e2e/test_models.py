@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import wave
 from pathlib import Path
 from typing import Any
@@ -71,7 +70,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 file.setparams((1, 2, 16_000, 0, "NONE", ""))
                 file.writeframes(sound.astype(numpy.int16).tobytes())
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast, WhisperFeatureExtractor
+    from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
     words = {"<pad>": 0, "<|startoftranscript|>": 1, "<|endoftext|>": 2, "tone": 3}
     words |= {str(n): 4 + n for n in range(12)}
@@ -81,6 +81,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     PreTrainedTokenizerFast(tokenizer_object=bare, pad_token="<pad>").save_pretrained(
         folder / "words"
     )
+    WhisperFeatureExtractor(chunk_length=1).save_pretrained(folder / "whisper")
+    size = {"height": 32, "width": 32}
+    ViTImageProcessorPil(size=size).save_pretrained(folder / "vit")
     return folder
 
 
@@ -96,21 +99,19 @@ def reduced(name: str, data: Path) -> Recipe:
     if whole.engine.name == "ort":
         changes["engine.parity_steps"] = 3
     family = (whole.model.config or {}).get("model_type")
-    if whole.data.is_custom:
+    if whole.model.traits.media:
         small: dict[str, Any] = {"image_size": 32, "patch_size": 8, "num_labels": 2}
         sizes = {key: SMALL[key] for key in whole.model.config or {} if key in SMALL}
         small = SMALL_WHISPER if family == "whisper" else {**sizes, **small}
         changes["model.config"] = {"model_type": family, **small}
-        arguments: dict[str, Any] = {"folder": str(data / "images"), "size": 32}
+        changes |= {"data.train.path": str(data / "images"), "data.processor": str(data / family)}
         if family == "whisper":
-            arguments = {
-                "path": str(data / "sounds.jsonl"), "tokenizer": str(data / "words"),
-                "longest": 8, "seconds": 1,
+            changes |= {
+                "data.train.path": str(data / "sounds.jsonl"), "data.tokenizer": str(data / "words"),
+                "data.transcript_length": 8,
             }  # fmt: skip
-        changes |= {"data.train.arguments": arguments, "model.pretrained": None}
-        changes["data.evaluation"] = {
-            "format": "custom", "factory": whole.data.train.factory, "arguments": arguments
-        }  # fmt: skip
+        changes["model.pretrained"] = None
+        changes["data.evaluation"] = {"share": 0.25}
         changes["train.evaluate_every_steps"] = 3
     elif family in DECODERS:
         changes["model.config"] = {"model_type": family, **SMALL}
@@ -122,7 +123,7 @@ def reduced(name: str, data: Path) -> Recipe:
         changes["data.train"] = {
             "format": "jsonl", "path": str(data / "texts.jsonl"), "text_column": "sentence"
         }  # fmt: skip
-    if not whole.data.is_custom:
+    if not whole.model.traits.media:
         changes |= {
             "model.pretrained": None, "data.sequence_length": 96,
             "data.tokenizer": {"train": "bpe", "vocab_size": 400},
@@ -192,5 +193,3 @@ def test_a_curated_recipe_trains(
     assert (frozen > trained) is name.endswith("-lora")
     if recipe.engine.name == "ort":
         assert engine["parity"], engine
-    for module in ("image_folder", "recordings"):
-        sys.modules.pop(module, None)

@@ -85,14 +85,15 @@ class StreamSettings(Section):
 class Corpus(Section):
     """Source of samples."""
 
-    format: Literal["text", "jsonl", "csv", "parquet", "hub", "custom"]
+    format: Literal["text", "jsonl", "csv", "parquet", "folder", "hub", "custom"]
     """`text`: lines of plain text; `jsonl`, `parquet`: rows (a JSON file that is one array of
     objects is read, too, all of it in memory); `csv`: rows of a table in UTF-8, whose first line
     names the columns, separated by commas, semicolons or tabs; its cells are text, and labels that
-    are all whole numbers are in their order; `hub`: a data set's name on the hub; `custom`: your
-    own `factory`."""
+    are all whole numbers are in their order; `folder`: images or recordings (16-bit WAV) as
+    FOLDER/CLASS/FILE, or with FOLDER/metadata.csv (.jsonl, .parquet) as Hugging Face's imagefolder
+    and audiofolder; `hub`: a data set's name on the hub; `custom`: your own `factory`."""
     path: OneOrMore | None = None
-    """Files for text, jsonl, csv and parquet; `*` and `**` are allowed. Like `model.pretrained`,
+    """Files for text, jsonl, csv and parquet (`*` and `**` are allowed), or folders. Like `model.pretrained`,
     `data.tokenizer` and `data.chat_template`, a relative path starts beside the recipe, or else in
     the current folder. `~`, $HOME, $SCRATCH, $TMPDIR, $WORK, $DATA and the variables that
     `launch.forward` lists are expanded."""
@@ -113,7 +114,11 @@ class Corpus(Section):
     of causal language models, the sentence pairs of pretraining and `attend_across_documents`
     depend on this unit. One document at a time has to fit into memory."""
     split: Text = "train"
-    """Split of the hub data set."""
+    """Split of the hub data set; of a folder whose sub-folders are splits, the one to read."""
+    file_column: Text = "file_name"
+    """Column with the file of an image or a recording, relative to the file of the row. Images have
+    their class in `label_column`, which is the folder's name without metadata; recordings have
+    their transcript in `text_column`."""
     text_column: Text = "text"
     """Column with the text; for token-classification a list of words."""
     label_column: Text = "label"
@@ -284,6 +289,11 @@ class Data(Section):
     tokenizer. Where it marks answers by {% generation %}, the loss counts those;
     else it counts the text that the template writes for messages of role assistant, after the
     template's prompt for an answer (`add_generation_prompt`)."""
+    processor: Text | None = None
+    """Local folder or hub id of the processor that makes tensors of images or recordings; null:
+    `model.pretrained`. It is exported with the model."""
+    transcript_length: Positive = 128
+    """Tokens that the transcript of a recording is padded to; a longer one is refused."""
     sequence_length: Annotated[int, Field(ge=8, le=MOST)] | None = None
     """Tokens of a sample, the same for all: shorter texts are padded, longer ones cut. All steps
     then run one graph, for which ONNX Runtime and torch.compile plan and reserve memory once; null

@@ -16,6 +16,7 @@ _FILES = {
     "text": "held-out.txt",
     "jsonl": "held-out.jsonl",
     "csv": "held-out.csv",
+    "folder": "held-out",
     "parquet": "held-out.parquet",
 }
 # Fields that point at the training samples themselves; a held-out corpus has others.

@@ -32,9 +32,10 @@ _CELLS = ("text_column", "label_column", "prompt_column", "response_column", "sy
 # Fields that each format uses; any other field has no effect.
 _FORMAT_FIELDS = {
     "text": ("path", "document", "most_rows"),
-    "jsonl": ("path", *_COLUMNS),
-    "csv": ("path", *_CELLS),
-    "parquet": ("path", *_COLUMNS),
+    "jsonl": ("path", *_COLUMNS, "file_column"),
+    "csv": ("path", *_CELLS, "file_column"),
+    "parquet": ("path", *_COLUMNS, "file_column"),
+    "folder": ("path", "split", "file_column", "text_column", "label_column", "most_rows"),
     "hub": ("name", "subset", "files", "revision", "split", *_COLUMNS),
     "custom": ("factory", "arguments"),
 }
@@ -44,12 +45,27 @@ _FORMAT_NEEDS = {
     "jsonl": "path",
     "csv": "path",
     "parquet": "path",
+    "folder": "path",
     "hub": "name",
     "custom": "factory",
 }
 # A block of a mixture has 65,536 samples (worker/data/mixture.py), of which each source needs at
 # least one.
 _SMALLEST_SHARE = 1 / 65_536
+
+
+# Fields that samples of text, images and recordings use, and the reason why each is needed.
+_USED = {
+    "": ("tokenizer", "sequence_length"),
+    "image": ("processor",),
+    "sound": ("tokenizer", "processor", "transcript_length"),
+}
+_MISSING = {
+    "tokenizer": "text needs a tokenizer and a sequence_length",
+    "sequence_length": "text needs a tokenizer and a sequence_length",
+    "processor": "files become tensors by the processor of a model: give its folder or hub id",
+}
+_OF_FILES = ("folder", "jsonl", "csv", "parquet", "custom")
 
 
 def data_rules(recipe: Recipe) -> Iterator[Problem]:
@@ -226,17 +242,14 @@ def _kinds(recipe: Recipe) -> Iterator[Problem]:
             ("data.evaluation", "data.train.format", "data.evaluation.format"),
             "must be custom if and only if data.train is custom",
         )
-    for key in ("tokenizer", "sequence_length"):
-        if own and getattr(data, key) is not None:
-            yield (
-                (f"data.{key}", "data.train.format"),
-                "has no effect with custom data: its factory makes the tensors",
-            )
-        if not own and getattr(data, key) is None:
-            yield (
-                (f"data.{key}", "data.train.format"),
-                "is missing: text needs a tokenizer and a sequence_length",
-            )
+    used = () if own else _USED[traits.media]
+    samples = "custom data: its factory makes the tensors" if own else task
+    for key in ("tokenizer", "sequence_length", "processor", "transcript_length"):
+        if key not in used and key in chosen(data) and getattr(data, key) is not None:
+            yield (f"data.{key}", "data.train.format"), f"has no effect with {samples}"
+        given = getattr(data, key) or (key == "processor" and recipe.model.pretrained)
+        if key in used and not given:
+            yield (f"data.{key}", "data.train.format"), f"is missing: {_MISSING[key]}"
     if data.masked_lm is not None and (own or traits.predicts != "masked"):
         yield (
             ("data.masked_lm", "model.task", "data.train.format"),
@@ -249,17 +262,20 @@ def _kinds(recipe: Recipe) -> Iterator[Problem]:
             "is for custom data only",
         )
     for key, source in data.sources():
-        labels = isinstance(source, Corpus) and source.format != "text"
-        if traits.label and not labels:
-            yield (
-                (key, "model.task", f"{key}.format"),
-                f"has no labels; {task} needs format jsonl, csv, parquet, hub or custom",
-            )
-        if traits.label == "word" and isinstance(source, Corpus) and source.format == "csv":
-            yield (
-                (f"{key}.format", "model.task"),
-                f"got csv, whose cells are no lists; {task} needs format jsonl, parquet or hub",
-            )
+        form = source.format if isinstance(source, Corpus) else "text"
+        kind = f"{key}.format"
+        for place, wrong, message in (
+            ((key, "model.task", kind), traits.media and form not in _OF_FILES,
+             f"names no files; {task} needs format {', '.join(_OF_FILES)}"),
+            ((key, "model.task", kind), traits.label and form == "text",
+             f"has no labels; {task} needs format jsonl, csv, parquet, hub or custom"),
+            ((kind, "model.task"), form == "folder" and not traits.media,
+             "got folder, which is for image-classification and speech-seq2seq"),
+            ((kind, "model.task"), form == "csv" and traits.label == "word",
+             f"got csv, whose cells are no lists; {task} needs format jsonl, parquet or hub"),
+        ):  # fmt: skip
+            if wrong:
+                yield place, message
 
 
 def _held_out(held: HeldOut, pairs: bool) -> Iterator[Problem]:

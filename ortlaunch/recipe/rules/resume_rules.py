@@ -77,7 +77,7 @@ RULES: dict[str, RuleOf] = {
     **_all(
         _DATA,
         "train.messages_column train.prompt_column train.response_column "
-        "train.input_column train.system_column train.role_key train.content_key train.roles "
+        "train.file_column train.input_column train.system_column train.role_key train.content_key train.roles "
         "train.most_rows train.prompt train.prompt.template train.prompt.without_input "
         "train.train_on train.train_on_end train.train_key",
         "data",
@@ -93,7 +93,11 @@ RULES: dict[str, RuleOf] = {
         Rule(EFFECT, why="the same samples, with less padding"),
     ),
     **_all(_EFFECT, "evaluation allow_findings", "data"),
-    **_all(_DATA, "tokenizer tokenizer.train tokenizer.vocab_size sequence_length", "data"),
+    **_all(
+        _DATA,
+        "tokenizer tokenizer.train tokenizer.vocab_size sequence_length processor transcript_length",
+        "data",
+    ),
     **_all(
         _DATA,
         "masked_lm masked_lm.probability masked_lm.max_predictions masked_lm.whole_words",

@@ -59,7 +59,8 @@ def expand_paths(
 
 def _input_paths(tree: Tree) -> Iterator[KeyPath]:
     """Yield the places of the files and folders that a run reads."""
-    yield from (("model", "pretrained"), ("data", "tokenizer"), ("data", "chat_template"))
+    yield from (("model", "pretrained"), ("data", "tokenizer"), ("data", "processor"),
+                ("data", "chat_template"))  # fmt: skip
     parts = tree.find(("data", "train"))
     numbers = parts.children if parts is not None and parts.kind == "list" else ()
     sources: Sequence[KeyPath] = [

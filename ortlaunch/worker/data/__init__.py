@@ -29,6 +29,7 @@ from ortlaunch.worker.data.labelled import (
     number_labels,
 )
 from ortlaunch.worker.data.masking import MaskedBlocks, Masking
+from ortlaunch.worker.data.media.samples import MEDIA
 from ortlaunch.worker.data.mixture import Mixture, shares, source_seed, split
 from ortlaunch.worker.data.own import OwnCollate, OwnSamples, call, collate_any, find
 from ortlaunch.worker.data.packs import packed
@@ -246,6 +247,8 @@ def make_samples(
     seed = recipe.seed if seed is None else seed
     length = recipe.data.sequence_length or 0
     traits = recipe.model.traits
+    if traits.media and isinstance(source, Corpus):
+        return MEDIA[traits.media](source, recipe, tokenizer)
     if traits.label:
         return OF_ROWS[traits.label](source, tokenizer, length, show_progress)
     if is_chat(source):

@@ -17,6 +17,7 @@ from typing import Any
 from ortlaunch.recipe.fields.data import Corpus, is_chat
 from ortlaunch.recipe.fields.section import chosen
 from ortlaunch.recipe.inputs import matching_files, require_no_pointers
+from ortlaunch.worker.data.media.folders import folder_files, folder_rows
 from ortlaunch.worker.data.reading import (
     BLOCK,
     LONGEST_TEXT,
@@ -109,6 +110,9 @@ def _all_rows(source: Corpus) -> Iterator[Row]:
     if source.format == "hub":
         yield from _of_the_hub(source)
         return
+    if source.format == "folder":
+        yield from folder_rows(files(source))
+        return
     found = files(source)
     sizes = [os.path.getsize(path) for path in found]
     for path, before, size in zip(found, itertools.accumulate([0, *sizes]), sizes):
@@ -157,6 +161,9 @@ def files(source: Corpus) -> list[str]:
     """
     found: list[str] = []
     for pattern in source.path or ():
+        if source.format == "folder":
+            found += folder_files(pattern, source.split)
+            continue
         matches: Sequence[str] = (
             remote_files(pattern) if "://" in pattern else matching_files(pattern)
         )

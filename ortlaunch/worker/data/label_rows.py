@@ -118,7 +118,7 @@ def labelled_rows(source: Corpus, read: Read, found: SourceSummary) -> Iterator[
 def classified(row: Row, source: Corpus, first: Any) -> tuple[str, list[Any]]:
     """Return a text and its class."""
     label = value(row, source.label_column)
-    return _text(row, source), [_class(row, source.label_column, label, first)]
+    return text_of(row, source), [class_of(row, source.label_column, label, first)]
 
 
 def scored(row: Row, source: Corpus, first: Any) -> tuple[str, list[Any]]:
@@ -132,7 +132,7 @@ def scored(row: Row, source: Corpus, first: Any) -> tuple[str, list[Any]]:
             f"{row.place}: {source.label_column} is {label!r:.80}; sequence-regression needs a "
             "number"
         )
-    return _text(row, source), [float(label)]
+    return text_of(row, source), [float(label)]
 
 
 def tagged(row: Row, source: Corpus, first: Any) -> tuple[list[str], list[Any]]:
@@ -155,11 +155,11 @@ def tagged(row: Row, source: Corpus, first: Any) -> tuple[list[str], list[Any]]:
     if wrong is not None:
         raise DataError(f"{row.place}: {source.text_column} has {wrong!r:.80}; it must be a word")
     return words, [
-        _class(row, source.label_column, tag, tags[0] if first is None else first) for tag in tags
+        class_of(row, source.label_column, tag, tags[0] if first is None else first) for tag in tags
     ]
 
 
-def _class(row: Row, column: str, label: Any, first: Any) -> int | str:
+def class_of(row: Row, column: str, label: Any, first: Any) -> int | str:
     """Return a label after checks; it must have the type of the source's first label."""
     # The type is compared, as isinstance accepts a bool as an int.
     if label == "" or type(label) not in (int, str) or (isinstance(label, int) and label < 0):
@@ -175,7 +175,8 @@ def _class(row: Row, column: str, label: Any, first: Any) -> int | str:
     return found
 
 
-def _text(row: Row, source: Corpus) -> str:
+def text_of(row: Row, source: Corpus) -> str:
+    """Return the text of a row; raises DataError where it is none."""
     text = value(row, source.text_column)
     if not isinstance(text, str):
         raise DataError(f"{row.place}: {source.text_column} is {text!r:.80}; it must be text")

@@ -89,7 +89,8 @@ def of_config(config: PreTrainedConfig | None, task: str) -> Vocabulary:
 
     config: None for any other model, of which nothing is known.
     """
-    if config is None or MODEL_TASKS[task].label not in ("class", "word"):
+    traits = MODEL_TASKS[task]
+    if config is None or (traits.label not in ("class", "word") and traits.media != "image"):
         return Vocabulary(None, {})
     numbers = {str(word): int(number) for word, number in (config.label2id or {}).items()}
     return Vocabulary(None, numbers, config.num_labels or 0)

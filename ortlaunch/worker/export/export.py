@@ -16,6 +16,7 @@ from ortlaunch.run_folder.export_records import DeviceArtifacts, OnnxCheck
 from ortlaunch.run_folder.file_sums import files_below
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker.data import LoadedData
+from ortlaunch.worker.data.media.samples import load_processor
 from ortlaunch.worker.engine.stepping import Stepper
 from ortlaunch.worker.model.model import LossModule, give_back_cache
 from ortlaunch.worker.process_group.distributed import DistributedContext
@@ -70,8 +71,9 @@ def huggingface(recipe: Recipe, folder: Path, trained: LossModule, data: LoadedD
             model.save_pretrained(folder)
     else:
         _save_tensors(model, str(folder / "model.safetensors"))
-    if data.tokenizer is not None:
-        data.tokenizer.save_pretrained(folder)
+    for part in (data.tokenizer, load_processor(recipe)):
+        if part is not None:
+            part.save_pretrained(folder)
     follow_umask(folder)
 
 

@@ -1,0 +1,1 @@
+"""Files of images and recordings: their folders, and the samples made of them."""

@@ -1,0 +1,75 @@
+"""Folders of images or recordings, in the forms of torchvision's and Hugging Face's folders.
+
+FOLDER/CLASS/FILE, or FOLDER/metadata.csv (.jsonl, .parquet) with the files' names in a column.
+Either may be in FOLDER/SPLIT.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+
+from ortlaunch.cache import note
+from ortlaunch.worker.data.reading import DataError, MissingData, Row, read_file
+
+_METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
+_FILES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".wav", ".webp")
+_SPLITS = {
+    "train",
+    "training",
+    "validation",
+    "valid",
+    "val",
+    "dev",
+    "test",
+    "testing",
+    "evaluation",
+}
+
+
+def folder_files(folder: str, split: str) -> list[str]:
+    """Return the metadata of a folder, or else the files of its classes, sorted by class and name.
+
+    Args:
+        folder: the folder.
+        split: name of the sub-folder to read if all sub-folders are splits.
+
+    Raises:
+        DataError: the folder has neither of them, or a class has no files.
+        MissingData: there is no such folder or split.
+    """
+    if not os.path.isdir(folder):
+        raise MissingData(f"data.*.path: no folder {folder!r} (current folder: {os.getcwd()})")
+    names = [name for name in sorted(os.listdir(folder)) if not name.startswith(".")]
+    if described := [os.path.join(folder, name) for name in names if name in _METADATA]:
+        return described[:1]
+    classes = [name for name in names if os.path.isdir(os.path.join(folder, name))]
+    if split in classes and {*classes} <= _SPLITS:
+        return folder_files(os.path.join(folder, split), split)
+    if not {*classes} - _SPLITS:
+        told = f"{_METADATA[0]}, nor a sub-folder for each class, nor the split {split!r}"
+        raise MissingData(f"{folder}: has neither {told}; it has {', '.join(classes) or 'none'}")
+    return [path for name in classes for path in _files_of_class(os.path.join(folder, name))]
+
+
+def folder_rows(paths: Sequence[str]) -> Iterator[Row]:
+    """Yield the rows of files of folders: of metadata its own, of any other file one."""
+    for number, path in enumerate(paths, 1):
+        folder, name = os.path.split(path)
+        if name in _METADATA:
+            yield from read_file(path, name.rpartition(".")[2])
+        else:
+            values = {"file_name": name, "label": os.path.basename(folder)}
+            yield Row(values, path, number / len(paths))
+
+
+def _files_of_class(folder: str) -> list[str]:
+    entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
+    found = sorted(entry.path for entry in entries if entry.name.lower().endswith(_FILES))
+    inner = [f"{entry.name} is a folder in it; " for entry in entries if entry.is_dir()]
+    if inner or not found:
+        told = f"is a class and has no files ({', '.join(_FILES)}) alone"
+        raise DataError(f"{folder}: {told}; {''.join(inner[:1])}metadata.csv may name classes")
+    if len(found) < len(entries):
+        note(f"{folder}: {len(entries) - len(found):,} files are no images and are not read")
+    return found
