@@ -54,6 +54,9 @@ _CLASSES = dict.fromkeys(
 )
 _TAGS = {"token-classification": _SCORES}
 _VALUES = {"sequence-regression": _SCORES}
+_TRANSCRIPTS = {
+    "speech-seq2seq": Measure("ortlaunch.worker.evaluation.scores:Transcripts", needs_scores=False)
+}
 
 # The order is that of a line of the log.
 METRICS = {
@@ -129,6 +132,18 @@ METRICS = {
         hub="f1",
         trainer=("f1",),  # run_ner.py's is seqeval's
         is_share=True,
+    ),
+    "word_error_rate": BuiltInMetric(
+        (
+            "Words substituted, deleted and inserted, as a share of the transcripts' words, in what "
+            "the model writes by itself (greedily); not for custom data."
+        ),
+        "min",
+        "WER {:.2%}",
+        _TRANSCRIPTS,
+        always=False,
+        hub="wer",
+        trainer=("wer",),
     ),
     "mse": BuiltInMetric("Mean squared error.", "min", "MSE {:.4g}", _VALUES),
     "pearson": BuiltInMetric(

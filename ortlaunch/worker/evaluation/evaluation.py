@@ -101,7 +101,7 @@ def evaluate(
             if model.traits.predicts:
                 output = word_outputs(output, labels, engine.plain, engine.loss_weight.shifted)
             for counter in counters:
-                counter.add(output, labels, bool(counted))
+                counter.add(output, {**taken, **labels}, bool(counted))
             own_metric.add(counted, output, batch)
         engine.plain.hook("on_validation_epoch_end", numbers)
     # Gathered and summed here, not all-reduced, so that all ranks have the same bits.

@@ -28,7 +28,7 @@ class MetricMeasure(Protocol):
 
         Args:
             output: the model's output, by name; for a language model the result of `word_outputs`.
-            labels: the labels of the batch, by name.
+            labels: the labels of the batch, by name, and its other values.
             counts: if false, the batch only fills a rank's turn and none of its samples counts.
         """
 

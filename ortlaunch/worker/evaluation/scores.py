@@ -128,6 +128,42 @@ class Classes:
         return [self._names[number] for number in numbers.tolist()]
 
 
+class Transcripts:
+    """Word error rate of what a model writes for recordings, as jiwer and `evaluate` define it."""
+
+    def __init__(self, engine: TrainingEngine) -> None:
+        self._plain = engine.plain
+        self._errors = _torchmetrics().text.WordErrorRate(sync_on_compute=False)
+        # Nothing yet: else it warns on a rank that has no sample.
+        self._errors.update([], [])
+        # It warns of marks that are two things at once, as Whisper's end of text is.
+        logging.getLogger("transformers.generation").setLevel(logging.ERROR)
+
+    def add(self, output: Any, batch: Mapping[str, torch.Tensor], counts: bool) -> None:
+        """Let the model write, in plain PyTorch; collective where ZeRO 3 has split it."""
+        tokenizer, model = self._plain.tokenizer, self._plain.model
+        if tokenizer is None or not hasattr(model, "generate"):
+            return
+        labels = batch["labels"]
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        # A few places are for the decoder's start.
+        longest = min(labels.size(1) + 4, getattr(model.config, "max_target_positions", 1 << 20))
+        # ZeRO 3 has split the weights, so that all ranks write as long as one does.
+        split = hasattr(next(model.parameters()), "ds_id")
+        given = model.generate(
+            **inputs, max_length=longest, use_cache=True, do_sample=False, synced_gpus=split
+        )
+        meant = [row[row != IGNORED] for row in labels]
+        if counts:
+            texts = ([tokenizer.decode(row, skip_special_tokens=True) for row in rows]
+                     for rows in (given, meant))  # fmt: skip
+            self._errors.update(*texts)
+
+    def read(self, group: DistributedContext, loss: float) -> dict[str, float]:
+        rate = float(_of_all_ranks(self._errors, group))
+        return {"word_error_rate": rate} if math.isfinite(rate) else {}
+
+
 class ValueScores:
     """Mean squared error and Pearson's correlation."""
 

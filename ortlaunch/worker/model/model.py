@@ -64,6 +64,8 @@ class LossModule(nn.Module):
         self.model = model
         self.generates_with_cache: bool | None = None
         """The model's own `use_cache`; None if it has none."""
+        self.tokenizer: Any = None
+        """The tokenizer of the data; None for custom data."""
         self.loaded: Loaded | None = None
         self.chunked: ChunkedHead | None = None
         self.has_numbers = False
@@ -235,6 +237,7 @@ def build_model(recipe: Recipe, data: LoadedData) -> LossModule:
     wrap = find("model.task", traits.wrapper) if traits.wrapper else LossModule
     whole: LossModule = wrap(model.train())
     whole.generates_with_cache = generates_with_cache
+    whole.tokenizer = data.tokenizer
     whole.loaded = loaded
     whole.has_numbers = traits.is_own
     whole.offloads = recipe.model.offload_activations

@@ -24,7 +24,7 @@ from ortlaunch.worker.data import IGNORED, Batches, OwnSamples, collate
 from ortlaunch.worker.engine.engine import build_engine
 from ortlaunch.worker.evaluation.entities import spans
 from ortlaunch.worker.evaluation.evaluation import evaluate
-from ortlaunch.worker.evaluation.scores import Scores
+from ortlaunch.worker.evaluation.scores import Scores, Transcripts
 from ortlaunch.worker.evaluation.word_scores import MaskedWords, SentencePairScore, word_outputs
 from ortlaunch.worker.model.model import LossModule
 from ortlaunch.worker.process_group.distributed import DistributedContext
@@ -107,6 +107,35 @@ def test_classes() -> None:
     assert found["classification_accuracy"] == pytest.approx(
         int((given == labels).sum()) / 40, rel=1e-12
     )
+
+
+def test_the_word_error_rate() -> None:
+    """Errors and words are summed over samples, as jiwer does; a turn that fills counts nothing."""
+    words = ["", "the", "cat", "sat", "on", "mat", "a"]
+
+    def decode(ids: torch.Tensor, skip_special_tokens: bool) -> str:
+        return " ".join(words[number] for number in ids if number or not skip_special_tokens)
+
+    alone = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
+    written = torch.tensor([[1, 2, 3, 0, 0], [6, 5, 5, 4, 0], [0, 0, 0, 0, 0]])
+    model = SimpleNamespace(
+        generate=lambda input_features, **_: written[: len(input_features)],
+        parameters=lambda: iter([torch.zeros(1)]),
+        config=SimpleNamespace(max_target_positions=8),
+    )
+    plain = SimpleNamespace(model=model, tokenizer=SimpleNamespace(decode=decode))
+    engine: Any = SimpleNamespace(plain=plain)
+    # No error; three, as "the" and "sat" are deleted and "mat" is inserted; two words deleted.
+    meant = torch.tensor([[1, 2, 3, IGNORED, IGNORED], [1, 6, 5, 4, 3], [1, 2, *[IGNORED] * 3]])
+    batch = {"labels": meant, "input_features": torch.zeros(3, 2, 2)}
+    measure = Transcripts(engine)
+    measure.add(None, batch, counts=True)
+    measure.add(None, batch, counts=False)
+    assert measure.read(alone, 0.0) == {"word_error_rate": (0 + 3 + 2) / 10}
+    plain.tokenizer = None
+    unknown = Transcripts(engine)
+    unknown.add(None, batch, counts=True)
+    assert unknown.read(alone, 0.0) == {}
 
 
 def test_many_classes_make_no_table() -> None:
