@@ -56,6 +56,7 @@ def connect_to_everything(result: int) -> None:
 
     Its connections stay open until SIGTERM; then it writes what it has seen.
     """
+    # The groups go first: afterwards this process may not change them.
     os.setgroups([])
     os.setgid(USER)
     os.setuid(USER)
@@ -69,6 +70,7 @@ def connect_to_everything(result: int) -> None:
                 known.add((table, port))
                 if table == "udp":
                     socket.socket(type=socket.SOCK_DGRAM).sendto(b"[" * 1000, ("127.0.0.1", port))
+                # gloo's first bytes name the pair; a rank sends to the socket that names its own.
                 for pair in range(PAIRS) if table != "udp" else ():
                     one = socket.socket()
                     one.settimeout(0.2)
@@ -79,6 +81,7 @@ def connect_to_everything(result: int) -> None:
                         continue
                     one.setblocking(False)
                     waiting.register(one, selectors.EVENT_READ)
+            # Short, so that a listener that lives for a moment is met, too.
             for key, _ in waiting.select(0.0005):
                 one = key.fileobj  # type: ignore[assignment]
                 try:

@@ -27,6 +27,7 @@ def read_config(name: str) -> None:
     config_of(recipe, data)
 
 
+# Each function that reads from the hub; each has an error path of its own in a library.
 READERS = {
     "tokenizer": lambda: load_tokenizer(
         Data.model_validate({"train": "python-docs", "tokenizer": "o/n"})
@@ -37,6 +38,7 @@ READERS = {
     "commit": lambda: fingerprint(HUB),
     "stream": lambda: remote_files("hf://datasets/o/n/*.parquet"),
 }
+# The hub answers 404 for a repository that is private, so that nobody learns that it exists.
 CASES = {
     "gated": ((401, "GatedRepo"), "", "no token is set"),
     "not on the list": ((403, "GatedRepo"), "hf_secret", "the token that is set gives no access"),
@@ -53,6 +55,7 @@ def test_a_refusal(
     """A repository that may not be read is named, with the token, its page and other hosts."""
     hub.denies, token, state = CASES[case]
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    # A token of the person who runs the tests must not be sent.
     monkeypatch.setenv("HF_TOKEN", token)
     monkeypatch.setattr("huggingface_hub.get_token", lambda: token or None)
     with pytest.raises(InputError) as raised:
@@ -64,6 +67,7 @@ def test_a_refusal(
         "set HF_TOKEN, or type hf auth login; for other hosts launch.forward: [HF_TOKEN]" in message
     )
     assert "\n" not in message
+    # A message goes into logs and records that others read.
     assert "hf_secret" not in message
 
 

@@ -49,6 +49,7 @@ def images(tmp_path: Path) -> Path:
             folder.mkdir(parents=True)
             for number in range(count):
                 points = random.integers(0, 255, (20, 30, 3), np.uint8)
+                # Orientation 6: a camera held upright; a loader must turn the image.
                 exif = Image.Exif()
                 exif[0x112] = 6
                 Image.fromarray(points).save(folder / f"{number}.JPG", quality=95, exif=exif)
@@ -66,6 +67,7 @@ def test_an_image_folder_is_that_of_datasets(images: Path, processors: Path) -> 
     import datasets
     from transformers import AutoImageProcessor
 
+    # A visible file gets a note; a hidden one is the file system's own.
     (images / "train/cat/notes.txt").write_text("no image")
     (images / "train/cat/.DS_Store").write_text("hidden")
     splits: Any = datasets.load_dataset("imagefolder", data_dir=str(images))
@@ -84,6 +86,7 @@ def test_an_image_folder_is_that_of_datasets(images: Path, processors: Path) -> 
             row = theirs[number]
             sample = ours.sample(index, 0)
             assert int(sample["labels"]) == row["label"]
+            # Half of the images are grey; a model of three channels takes none of them.
             pixels = processor(row["image"].convert("RGB"), return_tensors="pt").pixel_values[0]
             assert torch.equal(sample["pixel_values"], pixels)
     assert take_notes() == [f"{images}/train/cat: 1 files are no images and are not read"]
@@ -116,6 +119,7 @@ def test_the_identity_is_of_contents(images: Path, processors: Path) -> None:
     """Images are known by their contents and classes, not by their names."""
     source = {"format": "folder", "path": str(images / "train")}
     before = identity(LoadedData(image_recipe(source, processors)).train)
+    # A resume on another machine finds the same images elsewhere.
     images.rename(images.parent / "moved")
     source["path"] = str(images.parent / "moved/train")
     assert identity(LoadedData(image_recipe(source, processors)).train) == before
@@ -155,6 +159,7 @@ def test_bad_images_are_named(fault: str, images: Path, processors: Path) -> Non
 
 def write_sound(path: Path, seconds: float, rate: int = 16_000, channels: int = 1) -> None:
     """Write a WAV file of a tone."""
+    # The channels differ, so that a loader that takes the first one is seen.
     tone = np.sin(np.arange(int(seconds * rate))[:, None] / 9) * np.linspace(0.2, 0.8, channels)
     with wave.open(str(path), "wb") as file:
         file.setparams((channels, 2, rate, 0, "NONE", ""))
@@ -182,6 +187,7 @@ def test_an_audio_folder_is_that_of_datasets(
     rows = (("b.wav", "one, two"), ("in/a.wav", "six"))
     lines = [json.dumps({"file_name": name, "transcription": text}) for name, text in rows]
     (folder / "metadata.jsonl").write_text("\n".join(lines))
+    # datasets is the reader that nobody here wrote.
     # Encoding and decoding would need torchcodec; the pairs of file and text are compared.
     monkeypatch.setattr(
         datasets.Audio, "encode_example", lambda _, value: {"path": str(value), "bytes": None}

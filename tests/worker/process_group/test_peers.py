@@ -27,6 +27,7 @@ def connected(port: int, user: int | None, stays: bool = True) -> Iterator[None]
     if user is not None and os.geteuid():
         labs.skip("only root can start a process of another user")
     read_end, write_end = os.pipe()
+    # A process, as setuid changes the user of all threads.
     child = os.fork()
     if not child:
         try:
