@@ -24,7 +24,7 @@ class Finding:
     """Name of the host, as in the host file."""
     check: str
     """For a host: `reached`, `interpreter`, `packages`, `alias`, `address`, `interface`, `port`,
-    `udp`, `mtu`, `gpus`, `run folder`, `disk`, `clock`, `cpus`, `/dev/shm`, `open files`,
+    `udp`, `mtu`, `gpus`, `run folder`, `disk`, `temporary`, `clock`, `cpus`, `/dev/shm`, `open files`,
     `memlock`, `gpus idle` or `stale`. For this machine also `python`, `torch`, `ort`, `deepspeed`,
     `mpi`, `nccl`, `cache`, `recipe` or `data`. For `selftest`: `matrix rate`, `link`, `all-reduce` or
     `ranks`, and `train BACKEND`."""

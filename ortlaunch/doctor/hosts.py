@@ -21,6 +21,8 @@ _SKEW_SECONDS = 5.0
 _FEW_FILES = 1024  # the usual soft limit
 # Docker's default size of /dev/shm, which NCCL uses between ranks of one host.
 _LITTLE_SHM = 64 << 20
+# Less holds none of the folders and sockets that mpirun and data workers make.
+_LITTLE_TEMPORARY = 1 << 20
 # InfiniBand registers (locks) its buffers.
 _LITTLE_MEMLOCK = 64 << 20
 
@@ -273,6 +275,10 @@ def _own(
     yield judged(host, "disk", enough, (f"{human(properties['free'])} "
                                        f"free{need}"), "free disk space, or lower checkpoint.keep",
                  else_=FAILED)  # fmt: skip
+    where, room = properties["temporary"]
+    # mpirun writes there before any rank begins, and says that a firewall is in its way.
+    yield judged(host, "temporary", room >= _LITTLE_TEMPORARY, f"{human(room)} free in {where}",
+                 "delete old files there, or set TMPDIR", else_=FAILED)  # fmt: skip
 
 
 def _slow(

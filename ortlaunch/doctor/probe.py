@@ -346,6 +346,8 @@ def properties(request: Json) -> Json:
             (whether GPUs count).
     """
     folder = request["folder"]
+    # Not tempfile's: it leaves out a folder whose disk is full.
+    temporary = os.environ.get("TMPDIR") or "/tmp"
     count = gpus()
     return {
         "hostname": socket.gethostname(),
@@ -361,6 +363,7 @@ def properties(request: Json) -> Json:
         "token": token(str(folder)) if folder else None,
         "writable": folder is None or os.access(folder, os.W_OK),
         "free": free(str(folder or os.getcwd())),
+        "temporary": (temporary, free(temporary)),
         "shm": free("/dev/shm"),
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[1],
         "memlock": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],

@@ -39,7 +39,8 @@ def test_each_part_has_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every part has a finding; the finding on an absent package has the command to install it."""
     monkeypatch.setattr(doctor, "lacking_for_ort", lambda on_gpu: [("no wheel", "pip install it")])
     assert set(verdicts()) == {
-        "python", "torch", "ort", "deepspeed", "mpi", "gpus", "cache", "disk", "/dev/shm", "open files", "stale",
+        "python", "torch", "ort", "deepspeed", "mpi", "gpus", "cache", "disk", "temporary",
+        "/dev/shm", "open files", "stale",
     }  # fmt: skip
     assert verdicts()["ort"] == (WARNING, "no wheel", "pip install it")
     # The probe reads package metadata here; with an empty result no package is installed.

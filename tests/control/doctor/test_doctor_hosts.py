@@ -25,7 +25,8 @@ GOOD: dict[str, Any] = {
     "hostname": "a", "python": "3.11.7", "packages": {"torch": "2.13.0"}, "address": "10.0.0.1", "gpus": 2,
     "busy_gpus": [], "interfaces": ["lo", "eth0"], "listens": 4000, "infiniband": True,
     "sources": 7, "machine": "", "cpus": 8, "mtu": 1500, "writable": True, "doors": [(4000, 4001)],
-    "free": 1 << 40, "shm": 1 << 34, "open_files": 65536, "memlock": -1, "stale": [],
+    "free": 1 << 40, "shm": 1 << 34, "temporary": ("/tmp", 1 << 40),
+    "open_files": 65536, "memlock": -1, "stale": [],
 }  # fmt: skip
 TRIED = Reached("a", 4000, "", True, True, 9000)
 WELL = Answer(GOOD, 0.1, skew=1.0, doubt=0.1, reached=(TRIED,))
@@ -65,6 +66,7 @@ def tells(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         ({"gpus": 0}, "gpus", FAILED, "0 for 1 slot"),
         ({"token": None}, "run folder", FAILED, "the folder there is not the one here"),
         ({"free": 10}, "disk", FAILED, "10 B free, and checkpoints take 1.0 KiB"),
+        ({"temporary": ("/tmp", 0)}, "temporary", FAILED, "0 B free in /tmp"),
         ({"shm": 1 << 20}, "/dev/shm", WARNING, "1.0 MiB free"),
         (
             {"shm": 95 << 20},
