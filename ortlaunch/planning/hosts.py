@@ -17,6 +17,7 @@ from select import select as wait_for
 from typing import NamedTuple
 
 from ortlaunch.errors import HostfileError
+from ortlaunch.file_errors import IS_LFS_POINTER, LFS_POINTER
 from ortlaunch.launch_plan import LOCAL_NAMES, is_this_host
 
 _EXAMPLE = "'worker-1 slots=8'"
@@ -156,6 +157,8 @@ def select(
 
 def _decode(data: bytes, source: str) -> str:
     """Return the data as text; raise HostfileError at the first byte that is not UTF-8."""
+    if data.startswith(LFS_POINTER):
+        raise HostfileError(f"{source} {IS_LFS_POINTER}")
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:

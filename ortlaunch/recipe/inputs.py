@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ortlaunch.errors import InputError
+from ortlaunch.file_errors import IS_LFS_POINTER, LFS_POINTER
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.recipe.fields.families import FAMILIES
@@ -21,8 +22,6 @@ from ortlaunch.recipe.text.place import Problem
 from ortlaunch.recipe.text.words import closest
 from ortlaunch.tasks import TASKS
 
-# The begin of the short text that stands for a large file which git-lfs has not fetched.
-_POINTER = b"version https://git-lfs.github.com/spec/"
 _READ = {
     "model.pretrained": re.compile(r"config\.json|(model|pytorch_model|adapter_model)\b.*"),
     "data.tokenizer": re.compile(r".*\.(json|txt|model|tiktoken)"),
@@ -185,9 +184,8 @@ def pointers(paths: Iterable[str]) -> Iterator[str]:
         if not (os.path.isfile(path) and os.access(path, os.R_OK)):
             continue
         with open(path, "rb") as file:
-            if file.read(len(_POINTER)) == _POINTER:
-                mend = "a pointer of git-lfs in place of the file; type in its folder: git lfs pull"
-                yield f"{path} is {mend}"
+            if file.read(len(LFS_POINTER)) == LFS_POINTER:
+                yield f"{path} {IS_LFS_POINTER}"
 
 
 def require_no_pointers(paths: Iterable[str]) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from ortlaunch.file_errors import IS_LFS_POINTER, LFS_POINTER
 from ortlaunch.recipe.text.place import SECRET, Line, Place, SourceError, dotted
 from ortlaunch.recipe.text.tree import Tree, merge
 from ortlaunch.recipe.text.yaml_text import MAX_CHARACTERS, parse
@@ -78,6 +79,8 @@ def text_of(path: Path) -> str:
         raise SourceError(
             Place(str(path)), f"cannot be read: {getattr(error, 'strerror', None) or error}"
         ) from None
+    if data.startswith(LFS_POINTER):
+        raise SourceError(Place(str(path)), IS_LFS_POINTER)
     try:
         # Editors on Windows may write a byte order mark.
         return data.decode("utf-8-sig")

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from ortlaunch.errors import RecipeError
+from ortlaunch.errors import OrtlaunchError, RecipeError
+from ortlaunch.other_tools import import_config
+from ortlaunch.planning.hosts import read_hostfile
 from ortlaunch.planning.world import LaunchOptions
+from ortlaunch.recipe import load
 from ortlaunch.recipe.inputs import doubtful, matching_files, missing_files, unknown_type
 from ortlaunch.resolve.resolve import ResolvedRun, resolve
 from ortlaunch.user_modules import broken_factories
@@ -160,6 +164,17 @@ def test_pointers_of_git_lfs(
         f"{name} is a pointer of git-lfs in place of the file; type in its folder: git lfs pull"
         for name in said
     ]
+
+
+@pytest.mark.parametrize(
+    "read",
+    [load, read_hostfile, lambda path: import_config(path, None, None, ())],
+)
+def test_pointers_in_place_of_what_a_person_writes(read: Callable[[Path], object]) -> None:
+    """A recipe, a host file and another tool's config may be kept in git-lfs, as *.json often is."""
+    Path("file").write_text(POINTER)
+    with pytest.raises(OrtlaunchError, match=r"file:? is a pointer of git-lfs"):
+        read(Path("file"))
 
 
 @pytest.mark.parametrize(
