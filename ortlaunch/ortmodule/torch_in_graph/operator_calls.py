@@ -354,6 +354,16 @@ def _kind(value: Any) -> str | None:
     return found
 
 
+def is_complex_constant(node: Any) -> bool:
+    """Return whether a node is a constant of complex numbers, which ONNX has none of."""
+    # A tensor of the model that is no weight and no buffer is one.
+    return (
+        node.kind() == "prim::Constant"
+        and node.hasAttribute("value")
+        and _is_complex(node.output())
+    )
+
+
 def _is_complex(value: Any) -> bool:
     return _kind(value) in _COMPLEX
 

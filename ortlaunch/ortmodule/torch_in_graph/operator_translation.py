@@ -168,6 +168,13 @@ class _Translator:
             return original(*given)
 
         name = node.kind()
+        context = importlib.import_module(_JIT).GraphContext(
+            graph, block, _opset(), node, {}, env, known, new
+        )
+        if operator_calls.is_complex_constant(node):
+            return context.op(
+                "Constant", value_t=torch.view_as_real(node.t("value").resolve_conj())
+            )
         # Others are torch's, and those that packages and models register.
         if name.startswith(("prim::", "onnx::")):
             return plainly()
@@ -176,9 +183,6 @@ class _Translator:
         call = operator_calls.Call(node, inputs, self._schemas)
         if name.rstrip("_") in _NEVER and not call.is_complex():
             return plainly()
-        context = importlib.import_module(_JIT).GraphContext(
-            graph, block, _opset(), node, {}, env, known, new
-        )
         if self._able and self._by_rule and name.rstrip("_") in DRAWING:
             with contextlib.suppress(operator_calls.NotCallable):
                 self._drawn = call.write(context, self._gradients, draws=True, before=self._drawn)

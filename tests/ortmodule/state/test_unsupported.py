@@ -90,6 +90,20 @@ class Diagonal(nn.Module):
         return (torch.exp(-self.decay.exp() + 1j * self.turn) * x).real
 
 
+class Turned(nn.Module):
+    """Rotary angles as complex numbers that are no buffer, as in Meta's code of Llama."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        # The conjugate is computed where it is read, until then it is a mark.
+        self.angles = torch.polar(torch.ones(4), torch.arange(4.0)).conj()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pairs = torch.view_as_complex(self.layer(x).unflatten(-1, (4, 2)))
+        return torch.view_as_real(pairs * self.angles).flatten(-2)[..., :3]
+
+
 def compiled_layer() -> nn.Module:
     """Return a network with one layer compiled in place, and one compiled by a wrapper."""
     net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
@@ -105,6 +119,7 @@ EQUAL: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any]]] = {
     "cached parametrizations": (Cached, ORTModule),
     "quantized by channels": (Quantized, ORTModule),
     "a complex constant": (Diagonal, ORTModule),
+    "complex angles": (Turned, ORTModule),
     "compiled layers": (compiled_layer, ORTModule),
     "a compiled model": (Layers, lambda model: ORTModule(torch.compile(model, backend="eager"))),
     "an ORTModule that is compiled": (
