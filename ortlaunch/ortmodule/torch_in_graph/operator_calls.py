@@ -123,7 +123,7 @@ class Call:
             # As for `x[:, 0] = y` in the export. With a rank that is too low, torch's code for
             # shapes writes beyond an array, which ends the process.
             raise NotCallable("its result has the type of the part that is written")
-        if draws:
+        if draws or not self._tensors:
             # A PythonOp needs a tensor input. An unused input also fixes the order in which random
             # numbers are drawn.
             self._tensors.append(before or context.op("Constant", value_t=torch.zeros(1)))
@@ -171,8 +171,6 @@ class Call:
         ]
         names = [arg.name if arg.kwarg_only else "" for arg in schema]
         pairs = [_is_complex(output) for output in self._outputs]
-        if not self._tensors and not draws:
-            raise NotCallable(f"{self.name} is given no tensor")
 
         derived = [gradients.reach(value) for value in self._tensors]
         line = self.line()

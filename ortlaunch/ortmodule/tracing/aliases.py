@@ -8,6 +8,7 @@ same line of the model's source. Here every other such tensor is recomputed wher
 from __future__ import annotations
 
 import functools
+import re
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -45,6 +46,11 @@ _WITH_BOOL = {
     torch.bitwise_and, torch.bitwise_or, torch.bitwise_xor, Tensor.masked_fill, Tensor.masked_fill_, torch.masked_fill,
     Tensor.fill_, Tensor.where, torch.where, Tensor.__mul__, Tensor.__rmul__, Tensor.mul, torch.mul,
 }  # fmt: skip
+_OF_FORM = {"detach", "resize", "squeeze", "swapaxes", "swapdims", "t", "transpose", "unsqueeze"}
+_COMPLEX_PLACES = (
+    "the model writes into a complex tensor at places that a tensor gives, and ONNX Runtime's graph "
+    "would lose the imaginary parts: write torch.where, masked_fill or index_copy"
+)
 _DETACHED = {Tensor.detach, torch.detach, getter("data")}
 
 
@@ -129,6 +135,17 @@ class _Aliases(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _FORMS:
             return func(*args, **kwargs)
+        if args and isinstance(args[0], Tensor) and args[0].dtype.is_complex:
+            # The exporter would lose the imaginary parts of a change in place.
+            if func is Tensor.__setitem__:
+                part: Any = self.__torch_function__(Tensor.__getitem__, types, args[:2])
+                if not self._is_view(part):
+                    raise RuntimeError(_COMPLEX_PLACES)
+                source = torch.as_tensor(args[2], dtype=part.dtype, device=part.device)
+                return self.__torch_function__(Tensor.copy_, types, (part, source))
+            if new := _without_change(func):
+                made = self.__torch_function__(new, types, args, kwargs)
+                return self.__torch_function__(Tensor.copy_, types, (args[0], made))
         if func is Tensor.__setitem__ and (parts := _split(args[1])):
             # The exporter would take the mask for an index.
             view, masked = parts
@@ -144,7 +161,11 @@ class _Aliases(TorchFunctionMode):
         # Replace tensors that are out of date by their current values.
         if any(value is not tensor for value, tensor in zip(values, given)):
             args, kwargs = self._current((args, kwargs))
-        if func is Tensor.copy_ and given[0] is not given[-1] and self._is_view(given[0]):
+        if (
+            func is Tensor.copy_
+            and given[0] is not given[-1]
+            and (self._is_view(given[0]) or given[0].dtype.is_complex)
+        ):
             return self._copied(given[0], *args, **kwargs)
         versions = versions_of(values)
         result = func(*args, **kwargs)
@@ -171,7 +192,10 @@ class _Aliases(TorchFunctionMode):
         new = source.to(value.dtype).expand(value.shape)
         with untraced():
             value.copy_(source, *rest, **named)
+        # The record holds the new value; it lives as long as its memory.
+        memory = self._source(tensor, value)[1]
         self._changed(tensor, new)
+        del memory
         return tensor
 
     def _current(self, values: object) -> Any:
@@ -251,6 +275,19 @@ def _note_change_of_argument() -> None:
         f"the forward pass changes an argument in place{line}: the graph computes with the change, "
         "and the caller's tensor stays as it was"
     )
+
+
+def _without_change(func: AnyFunction) -> AnyFunction | None:
+    """Return the function that computes what `mul_` or `__imul__` writes; None for others."""
+    match = re.fullmatch(r"__i(\w+)__|(\w*[a-z0-9])_", getattr(func, "__name__", ""))
+    name = match and (f"__{match[1]}__" if match[1] else match[2])
+    others: dict[str, AnyFunction] = {
+        "fill": lambda x, value: torch.zeros_like(x) + value,
+        "zero": torch.zeros_like,
+    }
+    found = (getattr(Tensor, name, None) or others.get(name)) if name else None
+    # `requires_grad_` has an attribute of its name; the others change a form, and no values.
+    return found if callable(found) and name not in _OF_FORM else None
 
 
 def _split(index: object) -> tuple[Args, Args] | None:

@@ -201,7 +201,31 @@ def asked_for_gradients(model: Two, x: torch.Tensor) -> torch.Tensor:
     )
 
 
+# As Fourier operators write the modes that they keep; each change has a spectrum of its own.
+def complex_numbers(model: Two, x: torch.Tensor) -> torch.Tensor:
+    changes: list[Callable[[torch.Tensor], object]] = [
+        lambda f: f.__setitem__((..., slice(0, 2)), f[..., 1:3] * 2),
+        lambda f: f.__setitem__(0, f[1] * 2),
+        lambda f: f.__setitem__((slice(None), 0), 0),
+        lambda f: f[1].mul_(1j),
+        lambda f: f.narrow(1, 1, 2).zero_(),
+        lambda f: f[:, 2:].fill_(3.0),
+        lambda f: f.copy_(f * 3),
+        lambda f: f.masked_fill_(f.real > 0, 1),
+    ]
+    changed = []
+    for change in changes:
+        spectrum = torch.fft.rfft(model.first(x)) * model.weight[:4]
+        change(spectrum)
+        changed.append(spectrum)
+    modes = torch.zeros(len(x), 4, dtype=torch.cfloat)
+    modes[:, :2] = changed[0][:, :2] * 2
+    spectra = torch.stack([*changed, modes])
+    return torch.fft.irfft(spectra, n=6).square().mean() + spectra.imag.sin().mean()
+
+
 CASES = [
+    complex_numbers,
     through_several,
     in_a_function,
     a_mask,
@@ -215,7 +239,7 @@ CASES += [in_parts, a_scattered_mask, detached_data, asked_for_gradients]
 @pytest.mark.parametrize("called", CASES)
 def test_a_model_is_eagers(called: Forward) -> None:
     """Models that change views, masks and the batch, or read gradient flags, equal eager."""
-    if called is into_a_custom_function and extensions.interop_refusal():
+    if called in (into_a_custom_function, complex_numbers) and extensions.interop_refusal():
         pytest.skip(extensions.interop_refusal())
     equal(called)
 
@@ -311,7 +335,15 @@ def a_hook(model: Two, x: torch.Tensor) -> torch.Tensor:
     return hidden.sum()
 
 
+# The exporter would write the real parts alone, and give another loss.
+def complex_numbers_by_a_mask(model: Two, x: torch.Tensor) -> torch.Tensor:
+    spectrum = torch.fft.rfft(model.first(x))
+    spectrum[spectrum.real > 0] = 0
+    return spectrum.abs().mean()
+
+
 REFUSED: dict[Forward, str] = {
+    complex_numbers_by_a_mask: "into a complex tensor at places that a tensor gives",
     through_a_detached: "share memory are changed in place, and one of them is detached",
     in_another_form: "share memory are changed in place, and one of them reads it in another form",
     under_no_grad: "changed in place under torch.no_grad",
