@@ -13,6 +13,7 @@ import contextlib
 import random
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import numpy
 import torch
@@ -98,18 +99,29 @@ def _refuse_backward_hooks(module: nn.Module, outer: list[str]) -> None:
 
 @contextlib.contextmanager
 def _nothing_drawn() -> Iterator[None]:
-    """Refuse a pass that draws numbers with Python or NumPy: they would be the same in every step."""
+    """Refuse a pass that seeds torch, or draws numbers with Python or NumPy.
+
+    These would be the same in every step.
+    """
     shared: dict[str, Any] = {"random": random.getstate, "numpy.random": numpy.random.get_state}
     sources = {name: state.__self__ for name, state in shared.items()}
     # A draw changes the generator's state.
     before = {name: drawn(source) for name, source in sources.items()}
-    yield
+    with mock.patch.object(torch, "manual_seed", _refuse_a_seed):
+        yield
     if new := [name for name, source in sources.items() if drawn(source) != before[name]]:
         raise RuntimeError(
             f"a forward pass draws numbers with Python's {new[0]}, which would be the same in "
             "every step of ONNX Runtime's graph; draw them with torch, or give them to the "
             "forward pass as arguments"
         )
+
+
+def _refuse_a_seed(seed: int) -> None:
+    raise RuntimeError(
+        f"a forward pass seeds torch's random numbers with {seed}, and ONNX Runtime's graph would "
+        "never: seed them before it, or give the numbers to the forward pass as arguments"
+    )
 
 
 def _described(holder: str, name: str) -> str:

@@ -40,9 +40,17 @@ _SENTENCES = (
         "of them; for a cache of transformers set model.config.use_cache = False",
     ),
     (
-        r"does not require grad and does not have a grad_fn",
-        "the forward pass calls torch.autograd.grad or backward, and ONNX Runtime's graph has no "
-        f"derivative of a derivative: wrap a part of the model that calls neither, or {_EAGER}",
+        # The last two are of transforms, whose tensors no trace can hold.
+        "does not require grad and does not have a grad_fn"
+        "|Unsupported value kind: Tensor|basic_string: construction from null",
+        "the forward pass calls torch.autograd.grad, backward or a derivative of torch.func, and "
+        "ONNX Runtime's graph has no derivative of a derivative: wrap a part of the model that "
+        f"calls none of them, or {_EAGER}",
+    ),
+    (
+        r"\(type 'Generator'\)",
+        "the forward pass draws numbers with a generator of its own, and ONNX Runtime's graph has "
+        "torch's: leave out generator=, or give the numbers to the forward pass as arguments",
     ),
     (
         r"We don't have an op for aten::(\w+) but it isn't a special case.*[\s\S]*bool",

@@ -371,6 +371,12 @@ def test_numbers_that_torch_does_not_draw_are_refused(draw: Callable[[], float])
         wrapped(Remembering(lambda model, x: x * draw()))(X)
 
 
+def test_a_seed_inside_the_model_is_refused() -> None:
+    """A forward pass that seeds torch is refused: its graph would draw on."""
+    with pytest.raises(Exception, match="seeds torch's random numbers with 5"):
+        wrapped(Remembering(lambda model, x: x * torch.manual_seed(5).initial_seed()))(X)
+
+
 @pytest.mark.parametrize("kind", ["MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64", "foreign"])
 def test_a_drawn_number_changes_the_state_of_a_generator(kind: str) -> None:
     """The text is the same until a number is drawn, for each of NumPy's generators."""

@@ -256,7 +256,17 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any], str]] = 
     "a derivative": (
         Derived,
         lambda module: module(X),
-        r"calls torch.autograd.grad .* without ORTModule",
+        r"calls torch.autograd.grad, .* without ORTModule",
+    ),
+    "a derivative of torch.func": (
+        lambda: Calling(lambda h, x: torch.func.vjp(torch.tanh, h)[1](x)[0]),
+        lambda module: module(X),
+        r"a derivative of torch.func",
+    ),
+    "a generator": (
+        lambda: Calling(lambda h, x: h * torch.rand(8, generator=torch.Generator())),
+        lambda module: module(X),
+        r"a generator of its own.* leave out generator=",
     ),
     "sparse gradients": (
         Sparse,
