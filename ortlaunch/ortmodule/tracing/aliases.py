@@ -135,25 +135,8 @@ class _Aliases(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _FORMS:
             return func(*args, **kwargs)
-        if args and isinstance(args[0], Tensor) and args[0].dtype.is_complex:
-            # The exporter would lose the imaginary parts of a change in place.
-            if func is Tensor.__setitem__:
-                part: Any = self.__torch_function__(Tensor.__getitem__, types, args[:2])
-                if not self._is_view(part):
-                    raise RuntimeError(_COMPLEX_PLACES)
-                source = torch.as_tensor(args[2], dtype=part.dtype, device=part.device)
-                return self.__torch_function__(Tensor.copy_, types, (part, source))
-            if new := _without_change(func):
-                made = self.__torch_function__(new, types, args, kwargs)
-                return self.__torch_function__(Tensor.copy_, types, (args[0], made))
-        if func is Tensor.__setitem__ and (parts := _split(args[1])):
-            # The exporter would take the mask for an index.
-            view, masked = parts
-            part = self.__torch_function__(Tensor.__getitem__, types, (args[0], view))
-            return self.__torch_function__(func, types, (part, masked, *args[2:]))
-        if func is Tensor.__setitem__ and (places := _places(args)):
-            # torch would cut off a first dimension of `value` that is 1 in this batch.
-            func, args = torch.ops.aten.index_put_, (args[0], places, args[2])
+        if args and isinstance(args[0], Tensor):
+            func, args, kwargs = self._exportable(func, types, args, kwargs)
         if func in _WITH_BOOL:
             args, kwargs = tree_map_only(bool, torch.tensor, (args, kwargs))
         given = tensors((args, kwargs))
@@ -177,6 +160,35 @@ class _Aliases(TorchFunctionMode):
                 _note_change_of_argument()
             self._changed(tensor, value)
         return result
+
+    def _exportable(
+        self, func: AnyFunction, types: object, args: Args, kwargs: Kwargs
+    ) -> tuple[AnyFunction, Args, Kwargs]:
+        """Return a change in place in a form that the exporter writes right; other calls as given."""
+        x = args[0]
+        if func is Tensor.__setitem__ and x.dtype.is_complex:
+            # Of complex numbers the exporter would lose the imaginary parts.
+            part: Any = self.__torch_function__(Tensor.__getitem__, types, args[:2])
+            if not self._is_view(part):
+                raise RuntimeError(_COMPLEX_PLACES)
+            return Tensor.copy_, (part, _like(args[2], part)), {}
+        if func is Tensor.__setitem__ and (parts := _split(args[1])):
+            # The exporter would take the mask for an index.
+            view, masked = parts
+            part = self.__torch_function__(Tensor.__getitem__, types, (x, view))
+            return self._exportable(func, types, (part, masked, args[2]), kwargs)
+        if func is Tensor.__setitem__ and (places := _places(args[1])):
+            value = args[2]
+            if isinstance(value, Tensor) and 0 < value.dim() <= x.dim():
+                # torch would cut off a first dimension of `value` that is 1 in this batch.
+                func, args = torch.ops.aten.index_put_, (x, places, value)
+            elif self._is_view(x):
+                func, args = Tensor.index_put_, (x, places, _like(value, x))
+        # For a part that is written at places the exporter would use the whole tensor.
+        of_part = func is Tensor.index_put_ and self._is_view(x)
+        if (of_part or x.dtype.is_complex) and (new := _without_change(func)):
+            return Tensor.copy_, (x, self.__torch_function__(new, types, args, kwargs)), {}
+        return func, args, kwargs
 
     def _is_view(self, tensor: Tensor) -> bool:
         alias = self._known.get(tensor)
@@ -315,16 +327,17 @@ def _split(index: object) -> tuple[Args, Args] | None:
     return tuple(view), tuple(masked)
 
 
-def _places(args: Args) -> list[Tensor | None]:
+def _places(index: object) -> list[Tensor | None]:
     """Return the index of `x[index] = value` for index_put_; empty for an index of another form."""
-    x, index, value = args
     parts = index if isinstance(index, tuple) else (index,)
-    if not isinstance(value, Tensor) or not 0 < value.dim() <= x.dim():
-        return []
     if not all(isinstance(part, Tensor) or part == slice(None) for part in parts):
         return []
     places = [part if isinstance(part, Tensor) else None for part in parts]
     return places if any(place is not None for place in places) else []
+
+
+def _like(value: Any, tensor: Tensor) -> Tensor:
+    return torch.as_tensor(value, dtype=tensor.dtype, device=tensor.device)
 
 
 def _targets(

@@ -224,8 +224,19 @@ def complex_numbers(model: Two, x: torch.Tensor) -> torch.Tensor:
     return torch.fft.irfft(spectra, n=6).square().mean() + spectra.imag.sin().mean()
 
 
+# The exporter would use the whole tensor for a part that is written at computed places.
+def places_of_a_part(model: Two, x: torch.Tensor) -> torch.Tensor:
+    hidden = model.first(x) * 1
+    places = torch.arange(3)
+    hidden[:4][places, places] = 0
+    hidden[1:][places[:2]] = hidden[0, 0]
+    hidden.t()[2:].index_put_((places[:2],), torch.ones(1))
+    return model.second(hidden).square().mean()
+
+
 CASES = [
     complex_numbers,
+    places_of_a_part,
     through_several,
     in_a_function,
     a_mask,
