@@ -52,6 +52,11 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
+# git-lfs leaves such a text where a large file was not fetched.
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+IS_LFS_POINTER = "is a pointer of git-lfs in place of the file; type in its folder: git lfs pull"
+
+
 class OrtlaunchError(Exception):
     """The base class; ``str(error)`` is the whole message for the user."""
 

@@ -15,9 +15,6 @@ from pathlib import Path
 from ortlaunch.cache import cache_root
 from ortlaunch.errors import FileError
 
-# git-lfs leaves such a text where a large file was not fetched.
-LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-IS_LFS_POINTER = "is a pointer of git-lfs in place of the file; type in its folder: git lfs pull"
 _NO_SPACE = "free some space"
 # Remedies; "": the system's own message is enough.
 _CAUSES = {

@@ -11,8 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from ortlaunch.errors import InputError
-from ortlaunch.file_errors import IS_LFS_POINTER, LFS_POINTER
+from ortlaunch.errors import IS_LFS_POINTER, LFS_POINTER, InputError
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.recipe.fields.families import FAMILIES

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ortlaunch.file_errors import IS_LFS_POINTER, LFS_POINTER
+from ortlaunch.errors import IS_LFS_POINTER, LFS_POINTER
 from ortlaunch.recipe.text.place import SECRET, Line, Place, SourceError, dotted
 from ortlaunch.recipe.text.tree import Tree, merge
 from ortlaunch.recipe.text.yaml_text import MAX_CHARACTERS, parse
