@@ -14,6 +14,8 @@ from ortlaunch.errors import RecipeError
 from ortlaunch.machine import visible_gpus
 from ortlaunch.recipe import Recipe, RecipeFile, inputs
 from ortlaunch.recipe.rules.rules import device_rules
+from ortlaunch.recipe.text.place import keys
+from ortlaunch.recipe.text.python_values import plain
 from ortlaunch.resolve.shipped import locate
 from ortlaunch.user_modules import broken_factories
 
@@ -148,14 +150,16 @@ def read(
 
 
 def assignments_of(overrides: Mapping[str, object]) -> Iterator[str]:
-    """Yield `key.path=value` for each field of the overrides of `load`."""
+    """Yield `key.path=value` for each field of the overrides of `load`.
+
+    Raises:
+        RecipeError: at the end, with every value that no recipe can have.
+    """
+    wrong: list[str] = []
     for key, value in overrides.items():
         fields = value if isinstance(value, Mapping) and value else {"": value}
         for name, item in fields.items():
             path = f"{key}.{name}".rstrip(".")
-            try:
-                yield f"{path}={json.dumps(item, default=os.fspath)}"
-            except (TypeError, ValueError) as error:
-                raise RecipeError(
-                    [f"override {path!r}: has a value that no recipe can have: {error}"]
-                ) from None
+            yield f"{path}={json.dumps(plain(item, keys(path), wrong))}"
+    if wrong:
+        raise RecipeError([f"override {each}" for each in wrong])

@@ -91,7 +91,7 @@ def require_same_data(
                 f"{key}: the ranks have listed different files; give a list that stays"
             )
         raise InputError(
-            f"{key}: data.factory returns other samples on rank {rank} ({each['samples']:,}) than on "
+            f"{key}: its factory returns other samples on rank {rank} ({each['samples']:,}) than on "
             f"rank 0 ({first['samples']:,}). It must return all samples, in one order, on each rank: "
             "ortlaunch shares them out. "
             "Python's, NumPy's and torch's generators are seeded alike; sort sets and lists of "

@@ -6,7 +6,6 @@ Independent of the recipe's fields.
 from __future__ import annotations
 
 import json
-import os
 import stat
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from ortlaunch.errors import IS_LFS_POINTER, LFS_POINTER
 from ortlaunch.recipe.text.place import SECRET, Line, Place, SourceError, dotted
+from ortlaunch.recipe.text.python_values import plain
 from ortlaunch.recipe.text.tree import Tree, merge
 from ortlaunch.recipe.text.yaml_text import MAX_CHARACTERS, parse
 
@@ -38,11 +38,12 @@ def read_values(values: Mapping[str, object], problems: list[Line]) -> Tree:
     `extends` in it is relative to the current folder. Every place is the text `recipe`.
     """
     name = "recipe"
-    try:
-        # JSON is YAML, so that values have the same rules as in a file.
-        text = json.dumps(values, default=os.fspath)
-    except (TypeError, ValueError) as error:
-        raise SourceError(Place(name), f"has a value that no recipe can have: {error}") from None
+    wrong: list[str] = []
+    # JSON is YAML, so that values have the same rules as in a file.
+    text = json.dumps(plain(values, (), wrong))
+    if wrong:
+        problems += [Line(Place(name), each) for each in wrong[1:]]
+        raise SourceError(Place(name), wrong[0])
     return _whole(_placed(parse(text, name, problems), Place(name)), Path(name), problems, ())
 
 

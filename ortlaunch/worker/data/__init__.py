@@ -199,15 +199,18 @@ def _training(
     show_progress: ShowProgress,
     streams: Path | None,
 ) -> Samples:
-    def of(source: str | Corpus, seed: int) -> Samples:
+    def of(key: str, source: str | Corpus, seed: int) -> Samples:
         if isinstance(source, Corpus) and source.stream:
             return _streamed(recipe, source, tokenizer, streams, show_progress, seed)
-        return make_samples(recipe, source, tokenizer, seed, show_progress)
+        return make_samples(recipe, source, tokenizer, seed, show_progress, key)
 
     parts = recipe.data.parts
     if not isinstance(recipe.data.train, tuple):
-        return of(recipe.data.train, recipe.seed)
-    made = [of(part.source, source_seed(recipe.seed, n)) for n, part in enumerate(parts)]
+        return of("data.train", recipe.data.train, recipe.seed)
+    made = [
+        of(f"data.train[{n}].source", part.source, source_seed(recipe.seed, n))
+        for n, part in enumerate(parts)
+    ]
     mixed = Mixture(made, [part.weight or len(of) for part, of in zip(parts, made)])
     counts = shares(mixed.weights)
     if not all(counts):
@@ -241,9 +244,10 @@ def make_samples(
         DataError: the corpus cannot be read, or has fewer tokens than one sample.
     """
     if isinstance(source, Corpus) and source.format == "custom":
-        items = call("data.factory", str(source.factory), source.arguments, recipe.seed)
-        traits = recipe.model.traits
-        return OwnSamples(items, is_mapping=recipe.data.collate is None and not traits.wrapper)
+        key += ".factory"
+        items = call(key, str(source.factory), source.arguments, recipe.seed)
+        is_mapping = recipe.data.collate is None and not recipe.model.traits.wrapper
+        return OwnSamples(items, is_mapping, key)
     seed = recipe.seed if seed is None else seed
     length = recipe.data.sequence_length or 0
     traits = recipe.model.traits

@@ -25,11 +25,12 @@ from ortlaunch.worker.data.samples import Sample
 
 # The name of a batch that is one tensor, and the start of names of a list's tensors.
 _BATCH = "_batch"
-# Attributes of tables, whose items are no rows -> the expression of their rows.
-_TABLES = {
+# Attributes of objects whose items are no samples -> the expression of their samples.
+_NO_SAMPLES = {
     "iloc": "table.to_dict('records')",
     "to_pylist": "table.to_pylist()",
     "to_dicts": "table.to_dicts()",
+    "batch_sampler": "loader.dataset (batch.global_size is the size; data.collate is collate_fn)",
 }
 # The first word of a fingerprint of samples.
 SAMPLES = "samples"
@@ -198,44 +199,52 @@ def _form(value: Any) -> object:
 class OwnSamples:
     """The user's own data set: any object with `__len__` and `__getitem__`."""
 
-    def __init__(self, items: Any, is_mapping: bool = True) -> None:
+    def __init__(
+        self, items: Any, is_mapping: bool = True, key: str = "data.train.factory"
+    ) -> None:
         """Wrap the user's data set.
 
         Args:
             items: the data set.
             is_mapping: whether samples must be mappings; False if the user's own collate function
                 processes them.
+            key: the recipe's field of the function that made the data set, for messages.
 
         Raises:
             DataError: the object is no data set, or is empty.
         """
+        returned = f"{key} returned {type(items).__name__}"
+        if form := next((form for name, form in _NO_SAMPLES.items() if hasattr(items, name)), None):
+            raise DataError(f"{returned}, which has no samples by number; return {form}")
         try:
-            count = len(items) if hasattr(items, "__len__") else 0
+            count = len(items) if hasattr(items, "__len__") else None
         # Python takes no negative, fractional or huge number.
         except (ValueError, TypeError, OverflowError) as error:
             raise DataError(
-                f"data.factory returned {type(items).__name__}, whose __len__ is no number of "
-                f"samples: {error}"
+                f"{returned}, whose __len__ is no number of samples: {error}"
             ) from error
+        # An IterableDataset inherits a `__getitem__` that raises.
+        if isinstance(items, torch.utils.data.IterableDataset) or (
+            hasattr(items, "__iter__") and (count is None or not hasattr(items, "__getitem__"))
+        ):
+            raise DataError(
+                f"{returned}, which has samples in one order only; it must have samples, __len__ "
+                "and __getitem__: return list(samples), or the first of them, "
+                "list(itertools.islice(samples, 100_000))"
+            )
         if not hasattr(items, "__getitem__") or not count:
-            raise DataError(
-                f"data.factory returned {type(items).__name__}; it must have samples, "
-                "__len__ and __getitem__"
-            )
-        form = next((form for name, form in _TABLES.items() if hasattr(items, name)), None)
-        if form:
-            raise DataError(
-                f"data.factory returned {type(items).__name__}, a table; return its rows: {form}"
-            )
-        # For example a DatasetDict, which maps names of splits to data sets.
+            raise DataError(f"{returned}; it must have samples, __len__ and __getitem__")
+        # Names of splits or of columns.
         if isinstance(items, Mapping) and 0 not in items:
             keys = ", ".join(map(repr, itertools.islice(items, 5)))
             raise DataError(
-                f"data.factory returned {type(items).__name__} with keys {keys}; it must have "
-                "samples indexed from 0: return one of its values, or a list"
+                f"{returned} with keys {keys}; it must have samples indexed from 0: return one of "
+                "its values, or, of columns, [dict(zip(columns, row)) for row in "
+                "zip(*columns.values())]"
             )
         self.items = items
         self.is_mapping = is_mapping
+        self.key = key
 
     @functools.cached_property
     def fingerprint(self) -> str | None:
@@ -265,7 +274,8 @@ class OwnSamples:
         item: Mapping[str, object] = self.items[index]
         if self.is_mapping and not isinstance(item, Mapping):
             raise DataError(
-                f"sample {index} of data.factory is a {type(item).__name__}; it must be a "
-                "mapping of names to tensors, or data.collate must make a batch of such samples"
+                f"sample {index} of {self.key} is a {type(item).__name__}; it must be a "
+                "mapping of names to tensors, or data.collate must make a batch of such samples, as "
+                "{'x': torch.stack([each[0] for each in samples])}"
             )
         return item

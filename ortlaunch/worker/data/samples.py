@@ -65,13 +65,15 @@ def collate(samples: list[Sample]) -> dict[str, torch.Tensor]:
             ) from None
         # torch raises all three.
         except (TypeError, ValueError, RuntimeError) as error:
-            raise DataError(f"{name!r} of a sample cannot become a tensor: {error}") from None
+            raise DataError(
+                f"{name!r} of a sample cannot become a tensor: {error}; leave it out of the samples, or "
+                "give data.collate"
+            ) from None
         shapes = sorted({tuple(value.shape) for value in values})
         if len(shapes) > 1:
             raise DataError(
                 f"samples of one batch differ in the shape of {name!r}: {shapes}; "
-                "pad them in data.factory, or give "
-                "data.collate"
+                "pad them in data.train.factory, or give data.collate"
             )
         batch[name] = torch.stack(values)
     return batch

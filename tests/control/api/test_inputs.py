@@ -60,8 +60,8 @@ def test_values_of_python() -> None:
     [
         ({**CUSTOM, "presicion": "fp32"}, {}, "recipe: presicion: unknown key; did you mean prec"),
         (CUSTOM, {"train": {"max_step": 3}}, "override 'train.max_step=3': train.max_step: unknow"),
-        (CUSTOM, {"seed": object()}, "override 'seed': has a value that no recipe can have"),
-        ({"name": object()}, {}, "recipe: has a value that no recipe can have"),
+        (CUSTOM, {"seed": object()}, "override seed: got object of this process"),
+        ({"name": object()}, {}, "recipe: name: got object of this process, and ranks are other"),
         ({"extends": "nothing.yaml"}, {}, "recipe: extends: no file nothing.yaml"),
         ([1], {}, "recipe: a recipe is a mapping"),
         ("nothing.yaml", {}, "nothing.yaml: cannot be read"),

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pytest
 import torch
+from datasets import Dataset
+from pandas import DataFrame
+from torch.utils.data import DataLoader
 
 from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.worker.data import Batches, LoadedData, OwnSamples, call, collate
@@ -315,13 +320,57 @@ def test_a_length_that_is_no_number_of_samples(length: float) -> None:
         OwnSamples(Odd())
 
 
-@pytest.mark.parametrize("items", [None, 3, [], iter([1]), {1, 2}, {"train": [1]}])
-def test_own_data_must_be_samples(items: Any) -> None:
-    """An object without length or items is refused with its type."""
-    with pytest.raises(
-        DataError, match=f"data.factory returned {type(items).__name__}.*; it must have samples"
-    ):
-        OwnSamples(items)
+class Ordered(torch.utils.data.IterableDataset[int]):
+    """Samples in one order, with a length; torch's class has a `__getitem__` that raises."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([1])
+
+
+ROWS = [{"x": [1.0, 2.0], "y": 3}, {"x": [4.0, 5.0], "y": 6}]
+COLUMNS = {"x": [[1.0, 2.0], [4.0, 5.0]], "y": [3, 6]}
+
+
+@pytest.mark.parametrize(
+    ("items", "form"),
+    [
+        (None, ""),
+        (3, ""),
+        ([], ""),
+        (iter(ROWS), "list(samples)"),
+        (Ordered(), "list(samples)"),
+        (Dataset.from_list(ROWS).to_iterable_dataset(), "list(samples)"),
+        (COLUMNS, "[dict(zip(columns, row)) for row in zip(*columns.values())]"),
+        ({"train": ROWS}, "return one of its values"),
+        (DataFrame(ROWS), "table.to_dict('records')"),
+        (pyarrow.Table.from_pylist(ROWS), "table.to_pylist()"),
+        (DataLoader(ROWS), "loader.dataset"),  # type: ignore[arg-type]
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_own_data_must_be_samples(items: Any, form: str) -> None:
+    """An object without samples by number is refused with its type and the form that works."""
+    key = "data.evaluation.factory"
+    message = f"{key} returned {type(items).__name__}.* (must have|return).*{re.escape(form)}"
+    with pytest.raises(DataError, match=message):
+        OwnSamples(items, key=key)
+    # The form is code, which gives samples.
+    if "(" in form or "." in form:
+        values = dict.fromkeys(("samples", "columns", "table", "loader"), items)
+        made = eval(form, values)
+        assert (
+            len(made) == len(items) if hasattr(items, "__len__") and items is not COLUMNS else made
+        )
+
+
+def test_a_data_set_of_hugging_face_is_samples() -> None:
+    """A `datasets.Dataset` is taken as it is; its lists become tensors."""
+    samples = OwnSamples(Dataset.from_list(ROWS))
+    batch = collate([samples.sample(index, 0) for index in range(2)])
+    assert {name: each.tolist() for name, each in batch.items()} == COLUMNS
 
 
 @pytest.mark.parametrize("item", [3, torch.ones(2), (1, 2), "text"])
@@ -329,7 +378,7 @@ def test_a_sample_must_be_a_mapping(item: Any) -> None:
     """A sample that is no mapping is refused, as it does not name the arguments of forward."""
     with pytest.raises(
         DataError,
-        match=f"sample 0 of data.factory is a {type(item).__name__}; it must be a mapping",
+        match=f"sample 0 of data.train.factory is a {type(item).__name__}; it must be a mapping",
     ):
         OwnSamples([item]).sample(0, 0)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from ortlaunch.errors import InputError
 from ortlaunch.run_folder.origin import is_same_data
 from ortlaunch.worker.data import Mixture, OwnSamples, call
 from ortlaunch.worker.data.identity import identity
-from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.session import require_same_data
 from tests.makers import recipe
 from tests.training import train_here
@@ -176,14 +174,3 @@ def test_two_trainings_draw_alike(tmp_path: Path) -> None:
         np.random.seed(number)
     assert found[0][1]
     assert found[0] == found[1]
-
-
-@pytest.mark.parametrize("kind", ["pandas", "pyarrow"])
-def test_a_table_is_no_data_set(kind: str) -> None:
-    """A table, whose items are columns, is refused with the expression of its rows."""
-    columns = {"x": [1, 2], "y": [3, 4]}
-    library = pytest.importorskip(kind)
-    table = library.DataFrame(columns) if kind == "pandas" else library.table(columns)
-    rows = "to_dict('records')" if kind == "pandas" else "to_pylist()"
-    with pytest.raises(DataError, match=re.escape(f", a table; return its rows: table.{rows}")):
-        OwnSamples(table)
