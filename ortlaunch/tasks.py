@@ -89,6 +89,8 @@ class ShowDataRequest(NamedTuple):
     """Number of samples of each part to show."""
     json: bool
     """Whether the result is printed as JSON."""
+    modules: str
+    """Folder that may have the user's own modules."""
 
 
 class BatchBytesRequest(NamedTuple):

@@ -95,6 +95,7 @@ def session_here(
     data: Any = _Data(
         train=batches.samples,
         evaluation=held_out,
+        parts={},
         tokenizer=None,
         class_lines=list,
         recipe=made,

@@ -123,7 +123,7 @@ def show_data(
         The JSON of `ortlaunch data show --json`.
 
     Raises:
-        InputError: the recipe is wrong, or its data come from a function.
+        InputError: the recipe is wrong.
         RunError: the data cannot be read.
     """
     return audited(load(source, *assignments, **overrides), samples)

@@ -16,34 +16,29 @@ def prepare(recipe: Recipe) -> int:
     Raises:
         InputError: the samples come from a function of the user.
     """
+    if recipe.data.is_custom:
+        raise InputError(
+            "data.train: is custom, so there is nothing to prepare: its factory makes the samples; "
+            "`ortlaunch data show` shows some of them"
+        )
     # In a process of its own, which imports the libraries that read data.
-    return tasks.run_alone(tasks.DataRequest(_readable(recipe)))
+    return tasks.run_alone(tasks.DataRequest(to_yaml(recipe)))
 
 
 def show(recipe: Recipe, samples: int, as_json: bool) -> int:
-    """Print samples of the recipe's data and an audit, and return the process's exit status.
-
-    Raises:
-        InputError: the samples come from a function of the user.
-    """
-    return tasks.run_alone(tasks.ShowDataRequest(_readable(recipe), samples, as_json))
+    """Print samples of the recipe's data and an audit, and return the process's exit status."""
+    return tasks.run_alone(_request(recipe, samples, as_json))
 
 
 def audited(recipe: Recipe, samples: int) -> Json:
     """Return the JSON of `show`.
 
     Raises:
-        InputError: the samples come from a function of the user.
         RunError: the data cannot be read.
     """
-    request = tasks.ShowDataRequest(_readable(recipe), samples, json=True)
-    found: Json = json.loads(tasks.answer_of(request))
+    found: Json = json.loads(tasks.answer_of(_request(recipe, samples, as_json=True)))
     return found
 
 
-def _readable(recipe: Recipe) -> str:
-    if recipe.data.is_custom:
-        raise InputError(
-            "data.train: is custom, so there is nothing to prepare: its factory makes the samples"
-        )
-    return to_yaml(recipe)
+def _request(recipe: Recipe, samples: int, as_json: bool) -> tasks.ShowDataRequest:
+    return tasks.ShowDataRequest(to_yaml(recipe), samples, as_json, recipe._folder)

@@ -10,6 +10,7 @@ import os
 import select
 import signal
 import sys
+import traceback
 from importlib import import_module
 
 from ortlaunch.die_with_parent import die_with_parent
@@ -17,6 +18,7 @@ from ortlaunch.errors import OrtlaunchError
 from ortlaunch.tasks import TASKS
 from ortlaunch.worker.__main__ import expect_no_gpu
 from ortlaunch.worker.engine.binding import let_waiting_threads_sleep
+from ortlaunch.worker.supervision.user_frames import folded, raised_at
 
 
 def main() -> int:
@@ -41,6 +43,12 @@ def main() -> int:
     except OrtlaunchError as error:
         print(f"ortlaunch: {error}", file=sys.stderr)
         return error.exit_status
+    except Exception as error:
+        # The user's own code may raise anything.
+        if raised_at(error) is None:
+            raise
+        print(folded(traceback.format_exc()), file=sys.stderr)
+        return 1
 
 
 def reader_is_gone(write_end: int) -> bool:

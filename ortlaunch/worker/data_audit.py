@@ -92,6 +92,8 @@ class AuditRow(NamedTuple):
     label: Any
     """The label of the whole row: a class or a number; None: tokens have labels."""
     sample: int
+    tags: _Ints | None = None
+    """(tokens,): the class of each token, where words have classes."""
 
 
 class PartAudit(NamedTuple):
@@ -136,9 +138,9 @@ def audits(data: LoadedData, most: int = AT_START, streams: bool = True) -> list
     length = recipe.data.sequence_length or 1
     most = max(_LEAST, min(most, most * _USUAL // length))
     made = list[PartAudit]()
-    for key, samples in (("data.train", data.train), ("data.evaluation", data.evaluation)):
+    for key, samples in data.parts.items():
         sources = [*_sources(samples)]
-        if samples is None or any(isinstance(each, _OF_TENSORS) for each in sources):
+        if any(isinstance(each, _OF_TENSORS) for each in sources):
             continue
         flows = bool(streams_of(samples))
         if flows and not streams:
@@ -195,10 +197,10 @@ def require_sound(data: LoadedData, streams: bool) -> None:
 
 
 def class_counts(data: LoadedData) -> Counter[str]:
-    """Return the training rows of each class that has a name, for texts with a class."""
+    """Return the training rows of each class that has a name, for texts and images with a class."""
     counts = Counter[str]()
     for part in _sources(data.train):
-        if data.class_names and type(part) is LabelledTexts:
+        if data.class_names and type(part) in (LabelledTexts, LabelledImages):
             counts.update({data.class_names[n]: rows for n, rows in zip(part.labels, part.counts)})
     return counts
 
@@ -239,7 +241,8 @@ def _rows(sample: Any, index: int, label: str) -> Iterator[AuditRow]:
         of = documents == number
         # The padding of a pack is a document without labels.
         if not is_pack or learned[of].any():
-            yield AuditRow(ids[of], learned[of], None if by_token else labels.item(), index)
+            tags = labels[of] if label == "word" else None
+            yield AuditRow(ids[of], learned[of], None if by_token else labels.item(), index, tags)
 
 
 def _tokens(
@@ -338,7 +341,12 @@ def _answers(
             counts.update({"answers": 1, "empty_answers": empty})
     for name, text in (
         ("cut_answers", f"are cut off by data.sequence_length ({length})"),
-        ("no_end_mark", "have no end mark, so the model does not learn to end an answer"),
+        (
+            "no_end_mark",
+            "have no end mark, so the model does not learn to end an answer: write {{ eos_token }} "
+            "after them in data.chat_template, or name the template's mark, as "
+            "data.special_tokens={eos_token: '<|im_end|>'}",
+        ),
         ("empty_answers", "are empty"),
     ):
         if counts[name]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
 import os
 import random
+import re
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -15,16 +18,19 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+import ortlaunch
 from ortlaunch import tasks
+from ortlaunch.errors import RunError
 from ortlaunch.recipe import Recipe, to_yaml
 from ortlaunch.recipe.fields.data import Data
 from ortlaunch.tasks import ShowDataRequest
+from ortlaunch.worker import alone
 from ortlaunch.worker.data import LoadedData
 from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data_audit import audits, require_sound
 from ortlaunch.worker.tasks import show_data
 from ortlaunch.worker.tasks.show_data import raw_findings
-from tests.makers import bert
+from tests.makers import CUSTOM, bert
 from tests.worker.data.test_chats import cache
 
 __all__ = ["cache"]
@@ -128,6 +134,9 @@ TWICE = "{{ bos_token * 2 }}{% for m in messages %}{{ m.content + '<|im_end|>' }
         (CHATS, {"added_tokens": []}, {"split_marks", "unknown_tokens", "no_end_mark"}),
         (CHATS, {"chat_template": "{% for m in messages %}{{ m.content + '\n' }}{% endfor %}"},
          {"no_end_mark"}),
+        # The remedy of that finding.
+        (CHATS, {"chat_template": "{% for m in messages %}{{ m.content + eos_token }}{% endfor %}",
+                 "special_tokens": {"eos_token": "<|im_end|>"}}, set()),
         (CHATS, {"chat_template": TWICE, "special_tokens": {"bos_token": "<s>"}},
          {"two_begin_marks"}),
         ([*CHATS, *LONG], {"sequence_length": 64}, {"cut_answers"}),
@@ -230,14 +239,14 @@ def test_one_source_for_both_is_no_severe_overlap(tmp_path: Path, cache: Any) ->
 def test_what_is_shown(tmp_path: Path, cache: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """Learned text is marked, packed chats are apart, and the JSON has the same."""
     recipe = made(tmp_path, CHATS, packing=True, evaluation=OTHERS)
-    show_data.run(ShowDataRequest(to_yaml(recipe), 1, json=False))
+    show_data.run(ShowDataRequest(to_yaml(recipe), 1, json=False, modules=""))
     shown = capsys.readouterr().out
     asked, answer = (each["content"] for each in CHATS[0]["messages"][1:])
     assert f"{asked} <|im_end|>" in shown
     assert f"[[{answer} <|im_end|>]]" in shown
     assert shown.count("data.train, sample 0: ") > 1
     assert "no findings" in shown
-    show_data.run(ShowDataRequest(to_yaml(recipe), 2, json=True))
+    show_data.run(ShowDataRequest(to_yaml(recipe), 2, json=True, modules=""))
     part = json.loads(capsys.readouterr().out)["parts"]["data.train"]
     assert (part["audited_rows"], part["findings"], len(part["shown"])) == (100, [], 2)
     assert sum(each["rows"] for each in part["lengths"]) == 100
@@ -245,9 +254,78 @@ def test_what_is_shown(tmp_path: Path, cache: Any, capsys: pytest.CaptureFixture
     assert [each["learned"] for each in pieces] == [False, True]
 
 
+@pytest.mark.parametrize(
+    ("tags", "shown"),
+    [
+        (["PER", "O", "LOC"], ("PER", "O", "LOC")),
+        # Classes without names.
+        ([2, 0, 1], ("2", "0", "1")),
+    ],
+)
+def test_tags_are_shown_behind_their_words(
+    tags: list[Any], shown: tuple[str, ...], tmp_path: Path, cache: Any, capsys: Any
+) -> None:
+    """Each word of a token classification has its class; a word of two tokens has one."""
+    words = ["baran", "rilek", "foxes"]
+    recipe = made(tmp_path, [{"text": words, "label": tags}])
+    tagged = recipe.model.model_copy(update={"task": "token-classification"})
+    text = to_yaml(recipe.model_copy(update={"model": tagged}))
+    show_data.run(ShowDataRequest(text, 1, json=False, modules=""))
+    # The tokenizer writes a blank between the tokens of a word.
+    line = re.sub(r"\]\](?! ?/)", "]]", capsys.readouterr().out)
+    assert " ".join(f"[[{word}]]/{tag}" for word, tag in zip(words, shown)) in line
+
+
+OWN = """
+import numpy as np
+def rows(): return [{"x": np.linspace(0, 1, 8) + row, "name": "n" * row} for row in range(3)]
+def batch(rows): return {"x": np.stack([row["x"] for row in rows])}
+def broken(): return {}["key"]
+"""
+
+
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Tasks without a plan run in this process, with the output of their own."""
+
+    def run(request: tasks.Request, *_: object) -> subprocess.CompletedProcess[str]:
+        command = tasks.command(request)
+        with monkeypatch.context() as own:
+            own.setattr("sys.argv", ["alone", command[-1]])
+            own.setattr("sys.path", [*sys.path])
+            own.setattr("sys.stdin", io.StringIO(json.dumps(request._asdict())))
+            own.setattr(os, "environ", {**os.environ})
+            own.setattr(alone, "die_with_parent", lambda *_: None)
+            status = alone.main()
+        return subprocess.CompletedProcess(command, status, *capsys.readouterr())
+
+    monkeypatch.setattr(tasks, "_run", run)
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_samples_of_own_functions_are_shown(tmp_path: Path) -> None:
+    """Custom data are shown with types, shapes and values, and as the batch that they become."""
+    (tmp_path / "shown_rows.py").write_text(OWN)
+    data = {"format": "custom", "factory": "shown_rows:rows"}
+    recipe = {**CUSTOM, "data": {"train": data, "collate": "shown_rows:batch"}}
+    path = tmp_path / "own.yaml"
+    path.write_text(json.dumps(recipe))
+    part = ortlaunch.show_data(path, samples=2)["parts"]["data.train"]
+    first, _, both = part["shown"].values()
+    assert part["samples"] == 3
+    values = "0, 0.1429, 0.2857, 0.4286, 0.5714, 0.7143, ... from 0 to"
+    assert first == {"x": f"float64 [8]: {values} 1", "name": "str ''"}
+    assert both == {"x": f"float64 [2, 8]: {values} 3"}
+    # An exception of the user's code has no frames of ours.
+    broken = {**data, "factory": "shown_rows:broken"}
+    with pytest.raises(RunError, match=r"(?s)^Traceback.*in broken.*KeyError: 'key'") as caught:
+        ortlaunch.show_data(path, data={"train": broken})
+    assert "ortlaunch/worker" not in str(caught.value)
+
+
 def test_output_that_nobody_reads_ends_quietly(tmp_path: Path, cache: Any) -> None:
     """`data show | head` prints no traceback and succeeds."""
-    asked = ShowDataRequest(to_yaml(made(tmp_path, CHATS)), 3, json=False)
+    asked = ShowDataRequest(to_yaml(made(tmp_path, CHATS)), 3, json=False, modules="")
     command, request = tasks.command(asked), json.dumps(asked._asdict())
     read_end, write_end = os.pipe()
     process = subprocess.Popen(

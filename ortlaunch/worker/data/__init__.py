@@ -139,6 +139,12 @@ class LoadedData:
         _ = self.evaluation
 
     @property
+    def parts(self) -> dict[str, Samples]:
+        """The training and the evaluation samples, by their keys in the recipe."""
+        parts = {"data.train": self.train, "data.evaluation": self.evaluation}
+        return {key: samples for key, samples in parts.items() if samples is not None}
+
+    @property
     def read(self) -> list[Samples]:
         """The parts that have been read."""
         # A cached property is in the instance's dictionary only after its first access.

@@ -25,10 +25,9 @@ def run(request: DataRequest) -> None:
     from ortlaunch.worker.data.mixture import streams_of
 
     print(*notes, sep="\n", end="\n" if notes else "")
-    for name, samples in (("data.train", data.train), ("data.evaluation", data.evaluation)):
-        if samples is not None:
-            count = f"{len(samples):,} samples"
-            print(f"{name}: {'is streamed' if streams_of(samples) else count}")
+    for name, samples in data.parts.items():
+        count = f"{len(samples):,} samples"
+        print(f"{name}: {'is streamed' if streams_of(samples) else count}")
     for note in data.class_lines():
         print(note)
     print(f"ready in {cache_root()}")

@@ -8,17 +8,23 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 
 from ortlaunch.errors import printable
 from ortlaunch.json_types import Json
 from ortlaunch.recipe import Recipe, parse_resolved
 from ortlaunch.recipe.fields.data import uses_template
 from ortlaunch.tasks import ShowDataRequest
-from ortlaunch.worker.data import LoadedData
+from ortlaunch.user_modules import make_importable
+from ortlaunch.worker.data import LoadedData, Samples, stack_of
 from ortlaunch.worker.data.chat_rows import chats_read
+from ortlaunch.worker.data.own import seed_sample
+from ortlaunch.worker.data.samples import IGNORED
 from ortlaunch.worker.data_audit import AuditFinding, AuditRow, PartAudit, audits, class_counts
 from ortlaunch.worker.tasks.prepare_data import load
 
@@ -28,6 +34,8 @@ _ROLES = {"system", "user", "assistant", "tool"}
 # Bins of the histogram, and characters of its longest bar.
 _BINS = 10
 _BAR = 40
+# Values of a tensor.
+_FIRST = 6
 # Text that is not learned, and text that is: on a terminal, and elsewhere.
 _COLOURS = (("\x1b[2m", "\x1b[0m"), ("\x1b[32m", "\x1b[0m"))
 _BRACKETS = (("", ""), ("[[", "]]"))
@@ -36,15 +44,19 @@ _BRACKETS = (("", ""), ("[[", "]]"))
 def run(request: ShowDataRequest) -> None:
     """Print samples of a recipe's data, and the audit."""
     recipe = parse_resolved(request.recipe)
+    make_importable(recipe, Path(request.modules))
     data, notes = load(recipe)
     parts = audits(data, _MOST)
-    parts[0].findings.extend(raw_findings(recipe))
-    found = {
-        "parts": {part.key: _document(part, request.samples, data) for part in parts},
-        "classes": dict(class_counts(data).most_common()),
-        "notes": notes,
-    }
-    print(json.dumps(found, ensure_ascii=False, indent=2)) if request.json else _print(parts, found)
+    if parts:
+        parts[0].findings.extend(raw_findings(recipe))
+        shown = {part.key: _document(part, request.samples, data) for part in parts}
+    else:
+        shown = {key: _values(part, recipe, request.samples) for key, part in data.parts.items()}
+    found = {"parts": shown, "classes": dict(class_counts(data).most_common()), "notes": notes}
+    if request.json:
+        print(json.dumps(found, ensure_ascii=False, indent=2))
+    else:
+        _print(parts, found) if parts else _print_values(found)
 
 
 def raw_findings(recipe: Recipe) -> Iterator[AuditFinding]:
@@ -65,6 +77,37 @@ def raw_findings(recipe: Recipe) -> Iterator[AuditFinding]:
         if counts:
             kinds = ", ".join(f"{each} ({count:,})" for each, count in counts.items())
             yield AuditFinding(name, f"{text}: {kinds:.200}")
+
+
+def _values(samples: Samples, recipe: Recipe, count: int) -> Json:
+    """Return the values of some samples without text, evenly spread, and of a batch of them."""
+    chosen = np.linspace(0, len(samples) - 1, min(count, len(samples))).astype(int).tolist()
+    shown = {}
+    for index in chosen:
+        # As a training reads it.
+        seed_sample(recipe.seed, index, 0)
+        shown[index] = samples.sample(index, 0)
+    described = {f"sample {index:,}": _described(each) for index, each in shown.items()}
+    if shown:
+        described[f"a batch of {len(shown)}"] = _described(stack_of(recipe)([*shown.values()]))
+    return {"samples": len(samples), "shown": described}
+
+
+def _described(sample: Any) -> dict[str, str]:
+    """Return type, shape, first values and range of each value of a sample or a batch."""
+    values = sample if isinstance(sample, Mapping) else {"": sample}
+    return {str(name): _form(value) for name, value in values.items()}
+
+
+def _form(value: Any) -> str:
+    try:
+        tensor = torch.as_tensor(value)
+    # torch raises all three; the user's own collate function may read such a value.
+    except (TypeError, ValueError, RuntimeError):
+        return f"{type(value).__name__} {value!r:.60}"
+    first = ", ".join(f"{each:.4g}" for each in tensor.flatten()[:_FIRST].tolist())
+    more = f", ... from {tensor.min():.4g} to {tensor.max():.4g}" * (tensor.numel() > _FIRST)
+    return f"{str(tensor.dtype).removeprefix('torch.')} {[*tensor.shape]}: {first}{more}"
 
 
 def _document(part: PartAudit, count: int, data: LoadedData) -> Json:
@@ -89,15 +132,26 @@ def _document(part: PartAudit, count: int, data: LoadedData) -> Json:
 
 def _pieces(row: AuditRow, data: LoadedData) -> Json:
     starts = np.flatnonzero(np.diff(row.learned)) + 1
-    pieces = zip(np.split(row.ids, starts), np.split(row.learned, starts))
-    named = row.label is not None and data.class_names
+    tags = np.full(len(row.ids), IGNORED)
+    if row.tags is not None:
+        tags = row.tags
+        # A word with a class begins a piece, and so does each mark.
+        marks = np.isin(row.ids, data.tokenizer.all_special_ids)
+        starts = np.flatnonzero((tags != IGNORED) | marks)
+    pieces = zip(*(np.split(each, starts) for each in (row.ids, row.learned, tags)))
+    names = data.class_names or range(data.classes)
     return {
         "sample": row.sample,
         "tokens": len(row.ids),
-        "label": data.class_names[row.label] if named else row.label,
+        "label": names[row.label] if row.label is not None and data.class_names else row.label,
         "pieces": [
-            {"text": data.tokenizer.decode(ids.tolist()), "learned": bool(learned[0])}
-            for ids, learned in pieces
+            {
+                "text": data.tokenizer.decode(ids.tolist()),
+                "learned": bool(learned[0]),
+                "label": str(names[tag[0]]) if tag[0] != IGNORED else None,
+            }
+            for ids, learned, tag in pieces
+            if len(ids)
         ],
     }
 
@@ -113,8 +167,12 @@ def _print(parts: list[PartAudit], found: Json) -> None:
                 re.sub(r"[^\n\t]+", lambda of: printable(of[0]), each["text"])
                 for each in row["pieces"]
             )
-            shown = (marks[each["learned"]] for each in row["pieces"])
-            print(*(f"{a}{text}{b}" for text, (a, b) in zip(texts, shown)), sep="", end="\n\n")
+            shown = ((*marks[each["learned"]], each["label"]) for each in row["pieces"])
+            words = (
+                f"{a}{text}{b}" + (f"/{printable(label)} " if label else "")
+                for text, (a, b, label) in zip(texts, shown)
+            )
+            print(*words, sep="", end="\n\n")
     print(
         f"learned text is {'[[so]]' if marks is _BRACKETS else 'green'}", *found["notes"], sep="\n"
     )
@@ -127,3 +185,16 @@ def _print(parts: list[PartAudit], found: Json) -> None:
     classes = [f"class {name}: {count:,} rows" for name, count in found["classes"].items()]
     findings = [line for part in parts for line in part.lines()[1:]] or ["no findings"]
     print(*map(printable, [*classes, *findings]), sep="\n")
+
+
+def _print_values(found: Json) -> None:
+    for key, part in found["parts"].items():
+        for name, values in part["shown"].items():
+            print(f"{key}, {name}:")
+            print(*(f"  {each} {printable(form)}" for each, form in values.items()), sep="\n")
+        print(f"{key}: {part['samples']:,} samples")
+    print(
+        *found["notes"],
+        *(f"class {name}: {n:,} rows" for name, n in found["classes"].items()),
+        sep="\n",
+    )

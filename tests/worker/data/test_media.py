@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import wave
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from ortlaunch.recipe import Recipe
 from ortlaunch.worker.data import LoadedData, collate
 from ortlaunch.worker.data.identity import identity
 from ortlaunch.worker.data.reading import DataError
+from ortlaunch.worker.data_audit import class_counts
 from ortlaunch.worker.model.model import config_of
 from tests.makers import bert
 
@@ -91,6 +93,8 @@ def test_an_image_folder_is_that_of_datasets(images: Path, processors: Path) -> 
             assert torch.equal(sample["pixel_values"], pixels)
     assert take_notes() == [f"{images}/train/cat: 1 files are no images and are not read"]
     assert config_of(recipe, data).id2label == {0: "cat", 1: "dog", 2: "emu"}
+    names = [data.class_names[number] for number in splits["train"]["label"]]
+    assert class_counts(data) == Counter(names)
     assert collate([data.train.sample(n, 0) for n in range(4)])["pixel_values"].shape[0] == 4
 
 
