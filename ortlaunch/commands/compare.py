@@ -27,8 +27,15 @@ def compare(first: RunDir, second: RunDir) -> list[str]:
     return [
         *(change.text for change in changes),
         *_modules(first, second),
-        *(f"{name}: {json.dumps(old)} -> {json.dumps(new)}" for name, old, new in leaves(*results)),
+        *(f"{name}: {_change(old, new)}" for name, old, new in leaves(*results)),
     ]
+
+
+def _change(old: object, new: object) -> str:
+    """Return two values as text, with six digits unless these are the same."""
+    exact = [json.dumps(each) for each in (old, new)]
+    short = [f"{each:.6g}" if isinstance(each, float) else json.dumps(each) for each in (old, new)]
+    return " -> ".join(exact if short[0] == short[1] else short)
 
 
 def _origin(run: RunDir) -> Json:

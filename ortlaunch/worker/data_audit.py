@@ -113,13 +113,18 @@ class PartAudit(NamedTuple):
         """Return lines for the user: lengths, the share of tokens that count, and findings."""
         sizes = [len(row.ids) for row in self.rows]
         learned = sum(row.learned.sum() for row in self.rows) / sum(sizes)
-        counts = f", {learned:.1%} of them learned" if learned else ""
+        span = f"{min(sizes)} to {max(sizes)} tokens a row, median {np.median(sizes):.0f}"
+        counts = f"{sizes[0]} tokens a row" if len({*sizes}) == 1 else span
+        counts += (
+            f", {learned:.1%} of them learned"
+            if 0 < learned < 1
+            else ", all learned" * bool(learned)
+        )
         padding = 1 - sum(sizes) / (len(sizes) * self.places) if self.places else 0.0
         if padding > _MUCH_PADDING:
             counts += f"; {padding:.0%} of each batch is padding: data.padding=longest avoids it"
         return [
-            f"{self.key}: {min(sizes)} to {max(sizes)} tokens a row, median {np.median(sizes):.0f}"
-            f"{counts} (audit of {len(sizes):,} rows from {self.samples:,} samples{self.of})",
+            f"{self.key}: {counts} (audit of {len(sizes):,} rows from {self.samples:,} samples{self.of})",
             *(f"{self.key}: {each.text} ({each.name})" for each in self.findings),
         ]
 

@@ -223,8 +223,11 @@ def test_windows_of_text_are_no_near_duplicates(tmp_path: Path, cache: Any) -> N
     data = {**recipe.data.model_dump(), "chat_template": None, "sequence_length": 64}
     data["special_tokens"] = {}
     data["train"] = {"format": "text", "path": [str(path)]}
-    whole = Data.model_validate(data)
-    assert not names(recipe.model_copy(update={"data": whole})) & {"near_duplicates"}
+    whole = recipe.model_copy(update={"data": Data.model_validate(data)})
+    assert not names(whole) & {"near_duplicates"}
+    # All of one length, and without padding.
+    line = audits(LoadedData(whole))[0].lines()[0]
+    assert line.startswith("data.train: 64 tokens a row, all learned (audit of ")
 
 
 def test_one_source_for_both_is_no_severe_overlap(tmp_path: Path, cache: Any) -> None:

@@ -15,7 +15,7 @@ from ortlaunch.ortmodule.base.counters import tally
 
 
 def is_fused(inputs: Sequence[Any], device: str, learns_mask: bool, listed: bool) -> bool:
-    """Return whether a traced attention stays torch's fused kernel; note why it does not.
+    """Return whether a traced attention stays torch's fused kernel; note why it cannot.
 
     Args:
         inputs: the inputs of the traced call: query, key, value, mask, dropout probability, ...
@@ -31,10 +31,7 @@ def is_fused(inputs: Sequence[Any], device: str, learns_mask: bool, listed: bool
         tally.note(f"attention {obstacle} is written out in the graph: torch has no kernel for it")
         return False
     scores = math.prod(size[2] or 1 for size in map(_sizes, inputs[:2]))
-    if scores < machine.FUSED_ATTENTION_SCORES:
-        tally.note("attention over short sequences is written out in the graph, which is faster")
-        return False
-    return True
+    return scores >= machine.FUSED_ATTENTION_SCORES
 
 
 def _obstacle(inputs: Sequence[Any], device: str, learns_mask: bool) -> str:

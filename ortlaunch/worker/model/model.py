@@ -409,6 +409,9 @@ def _from_data(recipe: Recipe, data: LoadedData, config: PreTrainedConfig) -> Js
         chosen = fresh or name.removesuffix("_id") in recipe.data.special_tokens
         if word is not None and hasattr(config, name) and (chosen or getattr(config, name) is None):
             found[name] = word
+        # The default is of another tokenizer.
+        elif fresh and (getattr(config, name, None) or 0) >= len(data.tokenizer):
+            found[name] = None
     if data.tokenizer is not None and fresh:
         found["vocab_size"] = padded_vocabulary(len(data.tokenizer))
     if data.class_names:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,14 @@ def test_compare(two: tuple[Run, Run], tmp_path: Path) -> None:
         'loss: "nan" -> 0.5',
     ]
     assert good.compare(good) == []
+    # Six digits, and all of them where six are the same.
+    for run, first, second in ((bad, 1 / 3, 0.5), (good, 2 / 3, 0.5 + 1e-9)):
+        line = {"step": 3, "loss": first, "learning_rate": second}
+        RunDir(run.path).metrics.write_text(json.dumps(line) + "\n")
+    assert bad.compare(good)[-2:] == [
+        "loss: 0.333333 -> 0.666667",
+        "learning_rate: 0.5 -> 0.500000001",
+    ]
     JobRecord.of_this_process("local", JobState.PENDING).write(RunDir(tmp_path / "queued"))
     with pytest.raises(InputError, match="queued: has not begun, so it has no record to compare"):
         bad.compare(Run(tmp_path / "queued"))

@@ -295,7 +295,7 @@ class Learned(Attention):
 
 
 def test_what_has_no_kernel_is_written_out() -> None:
-    """A mask with a gradient, and attention below the size limit, use ONNX nodes; notes say so."""
+    """A mask with a gradient, which a note names, and attention below the size limit use ONNX nodes."""
     tally.notes.clear()
     assert compare(Learned()) == 0
     # The fixture restores it.
@@ -303,7 +303,6 @@ def test_what_has_no_kernel_is_written_out() -> None:
     assert compare(Attention(MASKS["causal"])) == 0
     assert tally.notes == [
         "attention with a mask that is trained is written out in the graph: torch has no kernel for it",
-        "attention over short sequences is written out in the graph, which is faster",
     ]
 
 

@@ -11,7 +11,7 @@ import torch
 
 from ortlaunch.errors import InputError
 from ortlaunch.worker.data import LoadedData
-from ortlaunch.worker.model.model import LossModule, attention_of, build_model
+from ortlaunch.worker.model.model import LossModule, attention_of, build_model, config_of
 from tests.worker.models import (
     BERT,
     BLOOM,
@@ -62,6 +62,24 @@ def test_families_give_a_loss(task: str, config: dict[str, Any]) -> None:
     assert (inner.config.vocab_size, getattr(inner.config, "use_cache", False)) == (400, False)
     assert inner.config.pad_token_id == data.tokenizer.pad_token_id
     assert model.training
+
+
+def test_a_config_has_no_special_tokens_of_another_tokenizer(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Defaults outside the vocabulary, as ModernBERT's end 50282, are none; nothing is printed."""
+    sizes = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 1}
+    chosen = recipe("masked-lm", {"config": {"model_type": "modernbert", **sizes}})
+    data = LoadedData(chosen)
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    try:
+        config = config_of(chosen, data)
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert (config.bos_token_id, config.eos_token_id) == (None, None)
+    assert config.sep_token_id == data.tokenizer.sep_token_id
+    assert not caplog.messages
 
 
 def test_transformers_prints_nothing_of_a_loss_type(caplog: pytest.LogCaptureFixture) -> None:
