@@ -33,9 +33,8 @@ def compare(first: RunDir, second: RunDir) -> list[str]:
 
 def _change(old: object, new: object) -> str:
     """Return two values as text, with six digits unless these are the same."""
-    exact = [json.dumps(each) for each in (old, new)]
     short = [f"{each:.6g}" if isinstance(each, float) else json.dumps(each) for each in (old, new)]
-    return " -> ".join(exact if short[0] == short[1] else short)
+    return " -> ".join(short if short[0] != short[1] else map(json.dumps, (old, new)))
 
 
 def _origin(run: RunDir) -> Json:

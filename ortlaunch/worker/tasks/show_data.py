@@ -23,7 +23,6 @@ from ortlaunch.tasks import ShowDataRequest
 from ortlaunch.user_modules import make_importable
 from ortlaunch.worker.data import LoadedData, Samples, stack_of
 from ortlaunch.worker.data.chat_rows import chats_read
-from ortlaunch.worker.data.own import seed_sample
 from ortlaunch.worker.data.samples import IGNORED
 from ortlaunch.worker.data_audit import AuditFinding, AuditRow, PartAudit, audits, class_counts
 from ortlaunch.worker.tasks.prepare_data import load
@@ -55,8 +54,10 @@ def run(request: ShowDataRequest) -> None:
     found = {"parts": shown, "classes": dict(class_counts(data).most_common()), "notes": notes}
     if request.json:
         print(json.dumps(found, ensure_ascii=False, indent=2))
+    elif parts:
+        _print(parts, found)
     else:
-        _print(parts, found) if parts else _print_values(found)
+        _print_values(found)
 
 
 def raw_findings(recipe: Recipe) -> Iterator[AuditFinding]:
@@ -82,15 +83,10 @@ def raw_findings(recipe: Recipe) -> Iterator[AuditFinding]:
 def _values(samples: Samples, recipe: Recipe, count: int) -> Json:
     """Return the values of some samples without text, evenly spread, and of a batch of them."""
     chosen = np.linspace(0, len(samples) - 1, min(count, len(samples))).astype(int).tolist()
-    shown = {}
-    for index in chosen:
-        # As a training reads it.
-        seed_sample(recipe.seed, index, 0)
-        shown[index] = samples.sample(index, 0)
-    described = {f"sample {index:,}": _described(each) for index, each in shown.items()}
-    if shown:
-        described[f"a batch of {len(shown)}"] = _described(stack_of(recipe)([*shown.values()]))
-    return {"samples": len(samples), "shown": described}
+    shown = [samples.sample(index, 0) for index in chosen]
+    described = {f"sample {index:,}": _described(each) for index, each in zip(chosen, shown)}
+    batch = {f"a batch of {len(shown)}": _described(stack_of(recipe)(shown))} if shown else {}
+    return {"samples": len(samples), "shown": {**described, **batch}}
 
 
 def _described(sample: Any) -> dict[str, str]:
@@ -131,13 +127,11 @@ def _document(part: PartAudit, count: int, data: LoadedData) -> Json:
 
 
 def _pieces(row: AuditRow, data: LoadedData) -> Json:
-    starts = np.flatnonzero(np.diff(row.learned)) + 1
-    tags = np.full(len(row.ids), IGNORED)
-    if row.tags is not None:
-        tags = row.tags
-        # A word with a class begins a piece, and so does each mark.
-        marks = np.isin(row.ids, data.tokenizer.all_special_ids)
-        starts = np.flatnonzero((tags != IGNORED) | marks)
+    tags = np.full(len(row.ids), IGNORED) if row.tags is None else row.tags
+    # A word with a class begins a piece, and so does each mark.
+    marks = np.isin(row.ids, data.tokenizer.all_special_ids)
+    begins = np.diff(row.learned, prepend=False) if row.tags is None else (tags != IGNORED) | marks
+    starts = np.flatnonzero(begins)
     pieces = zip(*(np.split(each, starts) for each in (row.ids, row.learned, tags)))
     names = data.class_names or range(data.classes)
     return {
