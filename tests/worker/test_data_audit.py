@@ -281,7 +281,7 @@ def test_tags_are_shown_behind_their_words(
 
 OWN = """
 import numpy as np
-def rows(): return [{"x": np.linspace(0, 1, 8) + row, "name": "n" * row} for row in range(3)]
+def rows(): return [{"x": np.linspace(0, 1, 8) + row, "name": "n" * row, "none": []} for row in range(3)]
 def batch(rows): return {"x": np.stack([row["x"] for row in rows])}
 def broken(): return {}["key"]
 """
@@ -317,7 +317,7 @@ def test_samples_of_own_functions_are_shown(tmp_path: Path) -> None:
     first, _, both = part["shown"].values()
     assert part["samples"] == 3
     values = "0, 0.1429, 0.2857, 0.4286, 0.5714, 0.7143, ... from 0 to"
-    assert first == {"x": f"float64 [8]: {values} 1", "name": "str ''"}
+    assert first == {"x": f"float64 [8]: {values} 1", "name": "str ''", "none": "float32 [0]: "}
     assert both == {"x": f"float64 [2, 8]: {values} 3"}
     # An exception of the user's code has no frames of ours.
     broken = {**data, "factory": "shown_rows:broken"}

@@ -7,6 +7,7 @@ process has are refused, with the form that ranks can read.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -53,10 +54,9 @@ def plain(value: object, path: KeyPath, problems: list[str]) -> object:
         form = _ROWS
     if text := _importable_name(value):
         return text
-    name = str(getattr(value, "__name__", ""))
-    name = name if name.isidentifier() else ""
-    is_code = {*path} & {"data", "model", "hook", "metric"}
-    if not form and (name or is_code):
+    # Of a lambda or a generator it is no name.
+    name = (re.fullmatch(r"\w+", str(getattr(value, "__name__", ""))) or [""])[0]
+    if not form and (name or {*path} & {"data", "model", "hook", "metric"}):
         form = _IN_A_FILE.format(name or "a function that returns it", name or "function")
     problems.append(
         f"{dotted(path) or 'the recipe'}: got {name or type(value).__name__} of this process, and "

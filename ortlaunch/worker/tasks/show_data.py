@@ -91,8 +91,10 @@ def _values(samples: Samples, recipe: Recipe, count: int) -> Json:
 
 def _described(sample: Any) -> dict[str, str]:
     """Return type, shape, first values and range of each value of a sample or a batch."""
-    values = sample if isinstance(sample, Mapping) else {"": sample}
-    return {str(name): _form(value) for name, value in values.items()}
+    # Samples for the user's own collate function, and batches of a LightningModule, have any form.
+    listed = enumerate(sample if isinstance(sample, (list, tuple)) else [sample])
+    values = sample.items() if isinstance(sample, Mapping) else listed
+    return {str(name): _form(value) for name, value in values}
 
 
 def _form(value: Any) -> str:
@@ -101,9 +103,12 @@ def _form(value: Any) -> str:
     # torch raises all three; the user's own collate function may read such a value.
     except (TypeError, ValueError, RuntimeError):
         return f"{type(value).__name__} {value!r:.60}"
-    first = ", ".join(f"{each:.4g}" for each in tensor.flatten()[:_FIRST].tolist())
-    more = f", ... from {tensor.min():.4g} to {tensor.max():.4g}" * (tensor.numel() > _FIRST)
-    return f"{str(tensor.dtype).removeprefix('torch.')} {[*tensor.shape]}: {first}{more}"
+    text = f"{str(tensor.dtype).removeprefix('torch.')} {[*tensor.shape]}: "
+    text += ", ".join(f"{each:.4g}" for each in tensor.flatten()[:_FIRST].tolist())
+    # Complex numbers have no order.
+    if tensor.numel() <= _FIRST or tensor.is_complex():
+        return text
+    return f"{text}, ... from {tensor.min():.4g} to {tensor.max():.4g}"
 
 
 def _document(part: PartAudit, count: int, data: LoadedData) -> Json:
