@@ -38,8 +38,7 @@ def plain(value: object, path: KeyPath, problems: list[str]) -> object:
         path: the path of its key.
         problems: gets a line for each such value, with its key and the form that ranks can read.
     """
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
+    value = os.fspath(value) if isinstance(value, os.PathLike) else value
     if value is None or isinstance(value, (str, bool, int, float)):
         return value
     if isinstance(value, Mapping):
@@ -76,8 +75,7 @@ def _are_rows(values: Sequence[object], path: KeyPath) -> bool:
 
 def _importable_name(value: object) -> str | None:
     """Return `module:name` of a function or class that another process can import; else None."""
-    module, name = (getattr(value, each, None) for each in ("__module__", "__qualname__"))
+    module, name = (str(getattr(value, each, "")) for each in ("__module__", "__qualname__"))
     # A script or a notebook is no module: an import would run all of it again.
-    if module in (None, "__main__") or not name:
-        return None
-    return f"{module}:{name}" if getattr(sys.modules.get(module), name, None) is value else None
+    is_found = module != "__main__" and getattr(sys.modules.get(module), name, None) is value
+    return f"{module}:{name}" if name and is_found else None

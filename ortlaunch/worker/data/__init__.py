@@ -252,8 +252,7 @@ def make_samples(
     if isinstance(source, Corpus) and source.format == "custom":
         key += ".factory"
         items = call(key, str(source.factory), source.arguments, recipe.seed)
-        is_mapping = recipe.data.collate is None and not recipe.model.traits.wrapper
-        return OwnSamples(items, is_mapping, key)
+        return OwnSamples(items, not (recipe.data.collate or recipe.model.traits.wrapper), key)
     seed = recipe.seed if seed is None else seed
     length = recipe.data.sequence_length or 0
     traits = recipe.model.traits

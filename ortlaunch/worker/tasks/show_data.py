@@ -135,8 +135,9 @@ def _pieces(row: AuditRow, data: LoadedData) -> Json:
     tags = np.full(len(row.ids), IGNORED) if row.tags is None else row.tags
     # A word with a class begins a piece, and so does each mark.
     marks = np.isin(row.ids, data.tokenizer.all_special_ids)
-    begins = np.diff(row.learned, prepend=False) if row.tags is None else (tags != IGNORED) | marks
-    starts = np.flatnonzero(begins)
+    starts = np.flatnonzero(
+        np.diff(row.learned, prepend=False) if row.tags is None else (tags != IGNORED) | marks
+    )
     pieces = zip(*(np.split(each, starts) for each in (row.ids, row.learned, tags)))
     names = data.class_names or range(data.classes)
     return {
@@ -189,8 +190,8 @@ def _print(parts: list[PartAudit], found: Json) -> None:
 def _print_values(found: Json) -> None:
     for key, part in found["parts"].items():
         for name, values in part["shown"].items():
-            print(f"{key}, {name}:")
-            print(*(f"  {each} {printable(form)}" for each, form in values.items()), sep="\n")
+            lines = (f"  {each} {printable(form)}" for each, form in values.items())
+            print(f"{key}, {name}:", *lines, sep="\n")
         print(f"{key}: {part['samples']:,} samples")
     print(
         *found["notes"],
