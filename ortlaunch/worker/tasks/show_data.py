@@ -92,9 +92,9 @@ def _values(samples: Samples, recipe: Recipe, count: int) -> Json:
 def _described(sample: Any) -> dict[str, str]:
     """Return type, shape, first values and range of each value of a sample or a batch."""
     # Samples for the user's own collate function, and batches of a LightningModule, have any form.
-    listed = enumerate(sample if isinstance(sample, (list, tuple)) else [sample])
-    values = sample.items() if isinstance(sample, Mapping) else listed
-    return {str(name): _form(value) for name, value in values}
+    if not isinstance(sample, Mapping):
+        sample = dict(enumerate(sample if isinstance(sample, (list, tuple)) else [sample]))
+    return {str(name): _form(value) for name, value in sample.items()}
 
 
 def _form(value: Any) -> str:
@@ -190,11 +190,8 @@ def _print(parts: list[PartAudit], found: Json) -> None:
 def _print_values(found: Json) -> None:
     for key, part in found["parts"].items():
         for name, values in part["shown"].items():
-            lines = (f"  {each} {printable(form)}" for each, form in values.items())
-            print(f"{key}, {name}:", *lines, sep="\n")
+            print(f"{key}, {name}:")
+            print(*(f"  {each} {printable(form)}" for each, form in values.items()), sep="\n")
         print(f"{key}: {part['samples']:,} samples")
-    print(
-        *found["notes"],
-        *(f"class {name}: {n:,} rows" for name, n in found["classes"].items()),
-        sep="\n",
-    )
+    classes = (f"class {name}: {count:,} rows" for name, count in found["classes"].items())
+    print(*found["notes"], *map(printable, classes), sep="\n")
