@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +20,19 @@ from ortlaunch.worker.data import IGNORED
 DOCUMENTS = "document_ids"
 # Tokens in each sample of the test.
 _TRIED = 8
+# transformers' types of attention, and the fields of a config that limit the last two.
+_FULL = "full_attention"
+_LOCAL = ("sliding_attention", "chunked_attention")
+_LIMITS = ("sliding_window", "attention_chunk_size")
 
 
-def separated(batch: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+def separated(batch: Mapping[str, Tensor], model: nn.Module) -> dict[str, Any]:
     """Return a packed batch in the form that the model accepts."""
     # An exported graph has no PyTorch parameters.
     parameter = next(model.parameters(), None)
-    return one_a_row(batch) if parameter is None else with_mask(batch, parameter.dtype)
+    if parameter is None:
+        return one_a_row(batch)
+    return with_mask(batch, parameter.dtype, getattr(model, "config", None))
 
 
 def one_a_row(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -47,50 +54,89 @@ def one_a_row(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def with_mask(batch: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+def with_mask(
+    batch: Mapping[str, Tensor], dtype: torch.dtype, config: Any = None
+) -> dict[str, Any]:
     """Return a batch for transformers' models: `attention_mask` instead of `document_ids`.
 
     Args:
         batch: has `document_ids`, (samples, length).
         dtype: the dtype of the weights.
+        config: the model's config; None: of a model whose tokens see all earlier ones.
 
     Returns:
         The batch with a mask (samples, 1, length, length) of that dtype, which is added to the
-        scores of attention: 0 if a token attends to another, else the lowest finite value.
+        scores of attention: 0 if a token attends to another, else the lowest finite value. For a
+        model with several types of layers it is a mapping from type to mask.
     """
     documents = batch[DOCUMENTS]
     places = torch.arange(documents.shape[1], device=documents.device)
-    seen = (documents[:, None, :, None] == documents[:, None, None, :]) & (
-        places[:, None] >= places[None, :]
-    )
+    distances = places[:, None] - places[None, :]
+    seen = (documents[:, None, :, None] == documents[:, None, None, :]) & (distances >= 0)
     hidden = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=documents.device)
-    mask = torch.where(seen, torch.zeros_like(hidden), hidden)
+    masks = {}
+    for kind, size in _attention_sizes(config).items():
+        near = seen
+        if size and kind == "chunked_attention":
+            chunks = batch["position_ids"] // size
+            near = seen & (chunks[:, None, :, None] == chunks[:, None, None, :])
+        elif size:
+            near = seen & (distances < size)
+        masks[kind] = torch.where(near, torch.zeros_like(hidden), hidden)
+    # transformers' models with `layer_types` take a mask for each type; others take one mask.
+    (first, *_) = masks.values()
+    by_kind = getattr(_text_config(config), "layer_types", None) and masks.keys() != {_FULL}
     return {
         **{name: value for name, value in batch.items() if name != DOCUMENTS},
-        "attention_mask": mask,
+        "attention_mask": masks if by_kind else first,
     }
+
+
+def _text_config(config: Any) -> Any:
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def _attention_sizes(config: Any) -> dict[str, int]:
+    """Return a model's types of attention, each with the number of tokens seen; 0: all.
+
+    transformers leaves such limits out of a mask that it is given.
+    """
+    text = _text_config(config)
+    sizes = {
+        _FULL: 0,
+        **{kind: getattr(text, name, None) or 0 for kind, name in zip(_LOCAL, _LIMITS)},
+    }
+    types = getattr(text, "layer_types", None)
+    if types is None:
+        kind = next((each for each in _LOCAL if sizes[each]), _FULL)
+        return {kind: sizes[kind]}
+    # Layers that are no attention, as convolutions, take no such mask.
+    return {each: sizes[each] for each in sorted({*types})} if {*types} <= {*sizes} else {_FULL: 0}
 
 
 @torch.no_grad()
 def require_separate(model: nn.Module) -> None:
-    """Check on a few tokens that the first document does not influence the second.
+    """Check on a few tokens that a document has the scores in a pack that it has alone.
 
     Raises:
-        InputError: it does, or the model does not accept such a mask.
+        InputError: it has others, or the model does not accept such a mask.
     """
     # Two samples: different first documents, the same second document.
+    half = _TRIED // 2
     ids = torch.arange(2 * _TRIED).reshape(2, _TRIED) % 3
-    ids[:, _TRIED // 2 :] = ids[0, _TRIED // 2 :]
-    half = torch.arange(_TRIED) // (_TRIED // 2)
-    batch = {"input_ids": ids, "position_ids": (torch.arange(_TRIED) % (_TRIED // 2)).expand(2, -1),
-             DOCUMENTS: half.expand(2, -1)}  # fmt: skip
+    ids[:, half:] = ids[0, half:]
+    batch = {"input_ids": ids, "position_ids": (torch.arange(_TRIED) % half).expand(2, -1),
+             DOCUMENTS: (torch.arange(_TRIED) // half).expand(2, -1)}  # fmt: skip
+    alone = {"input_ids": ids[:, half:], "position_ids": batch["position_ids"][:, half:]}
+    config = getattr(model, "config", None)
     name = type(model).__name__
-    masked = with_mask(batch, next(model.parameters()).dtype)
+    dtype = next(model.parameters()).dtype
     try:
-        with _evaluating(model):
-            apart, without = (
-                _largest(model(**each).logits)
-                for each in (masked, {**masked, "attention_mask": None})
+        with _evaluating(model), _few_tokens_seen(_text_config(config)):
+            meant = model(**alone, attention_mask=None).logits
+            apart, together = (
+                _difference(model(**with_mask(each, dtype, config)).logits, meant)
+                for each in (batch, {**batch, DOCUMENTS: torch.zeros_like(ids)})
             )
     # A model without such an argument may raise any exception.
     except Exception as error:
@@ -98,18 +144,32 @@ def require_separate(model: nn.Module) -> None:
         raise InputError(
             f"data.attend_across_documents: {name} does not accept a document mask: {why}"
         ) from error
-    # Other kernels may round a little: a hundredth of the influence without mask is no influence.
-    if apart > max(without / 100, 1e-6):
+    # Other kernels may round a little: a tenth of the influence without mask is no influence.
+    if apart > max(together / 10, 1e-6):
         raise InputError(
-            f"data.attend_across_documents: {name} lets a document attend to another despite "
-            "the mask"
+            f"data.attend_across_documents: {name} gives a document other scores beside another "
+            "one than alone, despite the mask"
         )
 
 
-def _largest(logits: Tensor) -> float:
+def _difference(logits: Tensor, meant: Tensor) -> float:
     """Return the largest difference of the second documents' logits, relative to their maximum."""
     second = logits[:, _TRIED // 2 :].float()
-    return float((second[0] - second[1]).abs().max() / second.abs().max())
+    return float((second - meant.float()).abs().max() / meant.float().abs().max())
+
+
+@contextlib.contextmanager
+def _few_tokens_seen(config: Any) -> Iterator[None]:
+    """Make the limits of a model's attention so small that the test's documents exceed them."""
+    names = [name for name in _LIMITS if getattr(config, name, None)]
+    own = [getattr(config, name) for name in names]
+    try:
+        for name in names:
+            setattr(config, name, _TRIED // 4)
+        yield
+    finally:
+        for name, value in zip(names, own):
+            setattr(config, name, value)
 
 
 @contextlib.contextmanager
