@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -76,8 +77,10 @@ def ondevice(
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         forward = graph.export(whole, batches, Path(scratch) / "forward.onnx")
         _generate(made, recipe, forward, folder)
+    with _naming_operators():
+        device = Device(place, place.checkpoint)
     worst = largest(
-        _difference(place, graph.WithLoss(whole.model, tuple(batch)), batch) for batch in batches
+        _difference(device, graph.WithLoss(whole.model, tuple(batch)), batch) for batch in batches
     )
     # `not <=` also refuses nan.
     if not worst <= LIMIT:
@@ -116,19 +119,11 @@ def as_on_a_device(recipe: Recipe, micro_samples: int) -> Recipe:
 def _generate(made: Any, recipe: Recipe, forward: Forward, folder: Path) -> None:
     import onnx
 
-    with _quiet():
-        try:
-            made.generate_artifacts(
-                onnx.load(str(forward.path)), requires_grad=forward.trained, frozen_params=forward.frozen or None,
-                optimizer=_optimizer(recipe), artifact_directory=str(folder),
-            )  # fmt: skip
-        except RuntimeError as error:
-            # Without the C++ function and its condition.
-            why = str(error).rpartition(" was false. ")[2].strip()
-            raise EngineError(
-                f"--format ondevice: ONNX Runtime cannot build gradients of this model: {why}; use "
-                "other layers there, or --format onnx, which does not train"
-            ) from error
+    with _quiet(), _naming_operators():
+        made.generate_artifacts(
+            onnx.load(str(forward.path)), requires_grad=forward.trained, frozen_params=forward.frozen or None,
+            optimizer=_optimizer(recipe), artifact_directory=str(folder),
+        )  # fmt: skip
     path = DeviceFolder(folder).optimizer
     model = onnx.load(str(path))
     for node in model.graph.node:
@@ -184,10 +179,10 @@ def _notes(recipe: Recipe, forward: Forward) -> list[str]:
 
 
 @torch.no_grad()
-def _difference(place: DeviceFolder, module: graph.WithLoss, batch: Batch) -> float:
+def _difference(device: Device, module: graph.WithLoss, batch: Batch) -> float:
     """Return the largest difference of loss and logits from PyTorch's, without dropout."""
     expected = module.eval()(*batch.values())
-    found = Device(place, place.checkpoint).evaluate(batch)
+    found = device.evaluate(batch)
     return largest(
         float((torch.from_numpy(one) - other).abs().max())
         for one, other in zip(found.values(), expected)
@@ -220,6 +215,20 @@ def _save_surroundings(whole: LossModule, folder: Path, tokenizer: PreTrainedTok
         model.config.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+
+
+@contextlib.contextmanager
+def _naming_operators() -> Iterator[None]:
+    """Raise EngineError with the operator that ONNX Runtime cannot train, in one sentence."""
+    try:
+        yield
+    except RuntimeError as error:
+        # Without the C++ function, its condition and the error's number.
+        reason = re.split(r" was false\. | : NOT_IMPLEMENTED : ", str(error))[-1].strip()
+        raise EngineError(
+            f"--format ondevice: ONNX Runtime cannot train this model: {reason}; use other layers "
+            "there, or --format onnx, which does not train"
+        ) from error
 
 
 @contextlib.contextmanager

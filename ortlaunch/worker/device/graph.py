@@ -17,6 +17,7 @@ from torch import nn
 
 from ortlaunch.errors import EngineError, InputError, first_line
 from ortlaunch.json_types import Json
+from ortlaunch.ortmodule.torch_in_graph.operator_table import with_forms
 from ortlaunch.recipe import Recipe
 from ortlaunch.worker.data import LoadedData, stack_of
 from ortlaunch.worker.data.mixture import at_hand
@@ -76,11 +77,15 @@ def labelled_batches(recipe: Recipe, whole: LossModule, data: LoadedData) -> lis
     # The forward of a peft model has no named parameters.
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     taken = inspect.signature(model.forward).parameters
-    if recipe.model.traits.is_own:
+    if recipe.model.traits.is_own or "input_ids" not in few:
         # A forward with **kwargs accepts everything in the batch.
         wild = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values())
         whole_batch = {name: value for name, value in few.items() if wild or name in taken}
-        return [whole_batch, {name: value[:2] for name, value in whole_batch.items()}]
+        smaller = {name: value[:2] for name, value in whole_batch.items()}
+        if not recipe.model.traits.is_own and few["labels"].dim() > 1:
+            # Transcripts are padded to the longest of their batch.
+            smaller["labels"] = smaller["labels"][:, : few["labels"].size(1) // 2 + 1]
+        return [whole_batch, smaller]
     found = []
     for batch in real_batches(model, data):
         rows, length = batch["input_ids"].shape
@@ -124,7 +129,8 @@ def export(whole: LossModule, batches: list[Batch], path: Path) -> Forward:
         # matter.
         warnings.simplefilter("ignore")
         try:
-            torch.onnx.export(
+            # Whisper needs these operators.
+            with_forms(torch.onnx.export, "diff", "cumsum", "unflatten")(
                 module, tuple(batches[0].values()), str(path), input_names=[*inputs], output_names=[*outputs],
                 dynamic_axes={**inputs, **outputs}, opset_version=OPSET, dynamo=False, do_constant_folding=False,
                 training=torch.onnx.TrainingMode.TRAINING,

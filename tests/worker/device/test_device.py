@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from torch import nn
 
-from ortlaunch.errors import CheckpointError, InputError
+from ortlaunch.errors import CheckpointError, EngineError, InputError
 from ortlaunch.launch_plan import Plan
 from ortlaunch.rank import Rank
 from ortlaunch.recipe import Recipe, load, parse_resolved, read_resolved, to_yaml
@@ -113,16 +114,21 @@ def test_steps_are_pytorchs(bert: Made) -> None:
     """Steps with clipping and AdamW's weight decay give PyTorch's weights, for two lengths."""
     assert bert.told.outputs == ["loss", "prediction_logits", "seq_relationship_logits"]
     assert bert.told.inputs[-2:] == ["labels", "next_sentence_label"]
-    device = Device(bert.place, bert.place.checkpoint, trains=True)
-    # The first two batches differ in length.
     batches = graph.labelled_batches(bert.recipe, bert.whole, bert.data)
-    whole = build_model(bert.recipe, bert.data).float()
-    optimizer = torch.optim.AdamW(
-        whole.parameters(), lr=1e-2, weight_decay=0.1, eps=bert.recipe.optimizer.epsilon
-    )
-    for batch in batches[:2]:
+    for batch in batches:
         # Padding has no labels, so that its embedding has no gradient.
         batch["labels"][batch["attention_mask"] == 0] = -100
+    steps_are_pytorchs(bert, batches)
+
+
+def steps_are_pytorchs(made: Made, batches: list[Any]) -> None:
+    """Compare losses and weights of two steps with those of plain PyTorch."""
+    device = Device(made.place, made.place.checkpoint, trains=True)
+    whole = build_model(made.recipe, made.data).float()
+    optimizer = torch.optim.AdamW(
+        whole.parameters(), lr=1e-2, weight_decay=0.1, eps=made.recipe.optimizer.epsilon
+    )
+    for batch in batches[:2]:
         loss = whole(**batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
@@ -132,6 +138,49 @@ def test_steps_are_pytorchs(bert: Made) -> None:
     found = weights(device.state)
     for name, value in whole.named_parameters():
         torch.testing.assert_close(torch.tensor(found[name]), value.detach(), atol=2e-5, rtol=0)
+
+
+def pictures() -> list[dict[str, torch.Tensor]]:
+    return [{"pixel_values": torch.randn(3, 8, 8), "labels": torch.tensor(n % 2)} for n in range(8)]
+
+
+def recordings() -> list[dict[str, torch.Tensor]]:
+    return [
+        {"input_features": torch.randn(4, 16), "labels": torch.randint(3, 20, (5,))}
+        for _ in range(8)
+    ]
+
+
+VIT = {"model_type": "vit", "image_size": 8, "patch_size": 4,
+       **{name: size for name, size in SMALL.items() if name != "max_position_embeddings"}}  # fmt: skip
+WHISPER = {"model_type": "whisper", "vocab_size": 20, "d_model": 16, "num_mel_bins": 4, "max_source_positions": 8,
+           "max_target_positions": 8, "dropout": 0.0, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+           "decoder_start_token_id": 1,
+           **{f"{side}_{name}": size for side in ("encoder", "decoder")
+              for name, size in (("layers", 1), ("attention_heads", 2), ("ffn_dim", 32))}}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("task", "config", "samples"),
+    [
+        ("image-classification", VIT, "pictures"),
+        pytest.param("speech-seq2seq", WHISPER, "recordings", marks=pytest.mark.slow),
+    ],
+)
+def test_a_device_hears_and_sees(
+    task: str, config: Any, samples: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps on images and recordings, of two numbers of samples, give PyTorch's weights."""
+    monkeypatch.setitem(sys.modules, "own_of_a_test", sys.modules[__name__])
+    source = {"format": "custom", "factory": f"own_of_a_test:{samples}"}
+    recipe = makers.recipe(
+        model={"task": task, "config": config},
+        data={"train": source, "evaluation": source},
+        optimizer=dict(BERT.optimizer),
+        train={"max_steps": 6, "max_grad_norm": 1.0},
+    )
+    made = Made(recipe, tmp_path / "artifacts")
+    steps_are_pytorchs(made, graph.labelled_batches(recipe, made.whole, made.data))
 
 
 def test_more_steps_than_epochs_have(bert: Made) -> None:
@@ -349,6 +398,45 @@ def test_batches_of_the_users_own_collate(tmp_path: Path, monkeypatch: pytest.Mo
         evaluate(made.place, made.recipe, made.data, tmp_path / "trained").metrics["loss"]
         < before / 4
     )
+
+
+class Pictures(nn.Module):
+    """A network for pictures with a layer that a device cannot train."""
+
+    def __init__(self, layer: str) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.layer = (
+            nn.GroupNorm(2, 4)
+            if layer == "norm"
+            else nn.Upsample(scale_factor=2.0, mode="bilinear", align_corners=False)
+        )
+
+    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.conv(pixel_values)).square().mean() * labels.float().mean()
+
+
+@pytest.mark.parametrize(
+    ("layer", "reason"),
+    [("norm", "InstanceNormalization"), ("larger", "ResizeGrad")],
+)
+def test_an_operator_that_a_device_cannot_train_is_named(
+    layer: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An operator without a gradient, or without a kernel of it, is named in one sentence."""
+    monkeypatch.setitem(sys.modules, "own_of_a_test", sys.modules[__name__])
+    recipe = makers.recipe(
+        model={
+            "task": "custom",
+            "factory": "own_of_a_test:Pictures",
+            "arguments": {"layer": layer},
+        },
+        data={"train": {"format": "custom", "factory": "own_of_a_test:pictures"}},
+        train={"max_steps": 6},
+    )
+    with pytest.raises(EngineError, match=f"cannot train this model: .*{reason}.*; use other") as e:
+        Made(recipe, tmp_path / "artifacts")
+    assert "onnxruntime_src" not in str(e.value)
 
 
 @pytest.mark.parametrize("recipe", [BERT, LORA], ids=["all weights", "adapters"])
