@@ -197,6 +197,17 @@ _CHANGES: dict[str, dict[str, tuple[tuple[str, str], ...]]] = {
 """,
             ),
             ("  auto saved_for = py_fn->cdata.lock();\n", "  auto saved_for = cdata;\n"),
+            # Lines about ORT's internals, in the terminal of each run with torch in its graph.
+            (
+                'std::cerr << "First-time run initialize kernel info including materialize_grads '
+                'and materialize_grads_config."\n                << std::endl;',
+                "",
+            ),
+            (
+                'std::cerr << "First time run initialize kernel info including saved_for_forward, '
+                'and mark_dirty infos." << std::endl;',
+                "",
+            ),
             *_quiet("forward"),
         ),
         "torch_interop_utils.cc": (

@@ -136,7 +136,6 @@ def _cut(given: str, made: str, axis: int, rank: int, start: str, end: str) -> l
         _constant(f"{made}_first", [0]),
         _constant(f"{made}_last", [_END]),
         _constant(f"{made}_axes", [axis, other]),
-        _constant(f"{made}_added", [1]),
         _node("Concat", [start, f"{made}_first"], f"{made}_starts", axis=0),
         _node("Concat", [end, f"{made}_last"], f"{made}_ends", axis=0),
     ]
@@ -145,6 +144,7 @@ def _cut(given: str, made: str, axis: int, rank: int, start: str, end: str) -> l
         return [*nodes, _node("Slice", [given, *bounds], made)]
     return [
         *nodes,
+        _constant(f"{made}_added", [1]),
         _node("Unsqueeze", [given, f"{made}_added"], f"{made}_wider"),
         _node("Slice", [f"{made}_wider", *bounds], f"{made}_cut"),
         _node("Squeeze", [f"{made}_cut", f"{made}_added"], made),

@@ -184,6 +184,18 @@ def test_unchanged_sources_do_not_build_on_newer_torch(
 
 
 @needs_ort
+def test_functions_print_nothing(tmp_path: Path) -> None:
+    """The extension that runs functions in the graph writes nothing to the terminal."""
+    source = next(
+        extensions._package("onnxruntime").glob(f"training/ortmodule/*/cpu/{extensions.INTEROP}")
+    )
+    shutil.copytree(source, tmp_path / "work")
+    extensions.extension_sources.adapt(extensions.INTEROP, tmp_path / "work")
+    for file in (tmp_path / "work").glob("custom_function_[fb]w.cc"):
+        assert "std::cerr" not in file.read_text()
+
+
+@needs_ort
 def test_the_allocator_calls_empty_cache_as_torch_declares_it(tmp_path: Path) -> None:
     """A function without arguments wraps emptyCache, which has an argument in newer torch."""
     source = next(
