@@ -112,8 +112,9 @@ def _nothing_drawn() -> Iterator[None]:
     if new := [name for name, source in sources.items() if drawn(source) != before[name]]:
         raise RuntimeError(
             f"a forward pass draws numbers with Python's {new[0]}, which would be the same in "
-            "every step of ONNX Runtime's graph; draw them with torch, or give them to the "
-            "forward pass as arguments"
+            "every step of ONNX Runtime's graph; draw them with torch, give them to the forward "
+            "pass as arguments, or let the layer run as torch "
+            "(Settings.torch_modules=['PATH OF THE LAYER'])"
         )
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _OURS = str(Path(__file__).parents[2])
 _HALF = "ONNX Runtime computes float32 on a CPU (and float16 and bfloat16 on CUDA)"
 _EAGER = "use the model without ORTModule"
+_TORCH = f"let the layer run as torch (Settings.torch_modules=['PATH OF THE LAYER']), or {_EAGER}"
 # A pattern in an error's text, and the text that replaces it; {0} is the pattern's first group.
 _SENTENCES = (
     (
@@ -44,13 +45,13 @@ _SENTENCES = (
         "does not require grad and does not have a grad_fn"
         "|Unsupported value kind: Tensor|basic_string: construction from null",
         "the forward pass calls torch.autograd.grad, backward or a derivative of torch.func, and "
-        "ONNX Runtime's graph has no derivative of a derivative: wrap a part of the model that "
-        f"calls none of them, or {_EAGER}",
+        f"ONNX Runtime's graph has no derivative of a derivative: {_TORCH}",
     ),
     (
         r"\(type 'Generator'\)",
         "the forward pass draws numbers with a generator of its own, and ONNX Runtime's graph has "
-        "torch's: leave out generator=, or give the numbers to the forward pass as arguments",
+        "torch's: leave out generator=, give the numbers to the forward pass as arguments, or "
+        f"{_TORCH}",
     ),
     (
         r"We don't have an op for aten::(\w+) but it isn't a special case.*[\s\S]*bool",
@@ -67,7 +68,7 @@ _SENTENCES = (
         r"kDLInt && dlpack->dl_tensor.dtype.bits == 64 INTERNAL ASSERT",
         'a size that is computed, as in interpolate(scale_factor=..., mode="area"), reaches '
         "torch's operator as a "
-        f"float: give the size itself (size=...), or {_EAGER}",
+        f"float: give the size itself (size=...), or {_TORCH}",
     ),
     (
         r"SqueezeBase::ComputeOutputShape",
@@ -79,7 +80,7 @@ _SENTENCES = (
         r"Cannot split using values in 'split'|Invalid value in 'split'|_ortlaunch_0_filled",
         "split, chunk or unbind gives another number of parts than in the first batch, and ONNX "
         "Runtime's graph has that many: split a dimension of one size, compute with the whole "
-        f"tensor, or {_EAGER}",
+        f"tensor, or {_TORCH}",
     ),
 )
 _TYPES = {

@@ -28,7 +28,7 @@ from ortlaunch.ortmodule.base.export import Export
 from ortlaunch.ortmodule.base.settings import SettingError, settings_of
 from ortlaunch.ortmodule.base.torch_calls import as_function, untraced
 from ortlaunch.ortmodule.build import extensions
-from ortlaunch.ortmodule.tracing import python_state
+from ortlaunch.ortmodule.tracing import grad_mode, python_state
 
 if TYPE_CHECKING:
     from ortlaunch.ortmodule.base.ort_types import AnyFunction, Args, Kwargs, RuntimeOptions
@@ -125,12 +125,14 @@ def called(export: Export) -> Iterator[None]:
         path = vars(layer).get(_MARK)
         if path is None or _running:
             return plain(layer, *args, **kwargs)
+        # An export itself runs with gradients off.
+        derives = grad_mode.at_start(export.training)
         if torch.jit.is_tracing():
-            result, tensor = _as_node(path, layer, plain, (args, kwargs), before.get(path))
+            result, tensor = _as_node(path, layer, plain, (args, kwargs), before.get(path), derives)
             if next(layer.buffers(), None) is not None:
                 before[path] = tensor
             return result
-        with _unseen():
+        with _unseen(), torch.set_grad_enabled(derives or torch.is_grad_enabled()):
             return plain(layer, *args, **kwargs)
 
     for path, layer in marked:
@@ -176,6 +178,7 @@ def _as_node(
     plain: AnyFunction,
     arguments: tuple[Args, Kwargs],
     before: torch.Tensor | None,
+    derives: bool,
 ) -> tuple[object, torch.Tensor]:
     """Call a layer as a custom autograd function, which a trace records as one node.
 
@@ -186,6 +189,7 @@ def _as_node(
         arguments: the positional and keyword arguments of the call.
         before: an output of the layer's previous call. Without this dependency ORT might run the
             later call first, which changes the layer's buffers.
+        derives: whether gradients are on where the layer runs, as it may compute with some itself.
 
     Returns:
         The layer's result, and a tensor of it.
@@ -219,7 +223,7 @@ def _as_node(
         assert module is not None, f"{path} is gone"
         # _version counts the in-place changes of a tensor.
         before = [value._version for value in values if isinstance(value, torch.Tensor)]
-        with torch.autocast(*casts):
+        with torch.autocast(*casts), torch.set_grad_enabled(derives or torch.is_grad_enabled()):
             outputs = result.flatten(plain(module, *inner_args, **inner_kwargs))
         if before != [value._version for value in values if isinstance(value, torch.Tensor)]:
             raise RuntimeError(

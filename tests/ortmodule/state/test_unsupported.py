@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from ortlaunch.ortmodule import ORTModule
+from ortlaunch.ortmodule import ORTModule, Settings
 from tests.ort import needs_ort
 from tests.ortmodule.modules import Layers, same
 
@@ -319,6 +320,43 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any], str]] = 
         r"not bfloat16: train in float32 without autocast \(bf16=False\)",
     ),
 }
+
+
+class Around(nn.Module):
+    """A model with a layer that the graph cannot hold."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        # A weight without use has zeros in place of None.
+        del inner.norm
+        self.inner, self.last = inner, nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(x).mean() + self.inner(x).square().mean()
+
+
+def drawing() -> nn.Module:
+    return Calling(lambda h, x: h * random.random())
+
+
+@pytest.mark.parametrize("make", [Derived, in_pairs, drawing])
+def test_the_remedy_of_a_layer_that_runs_as_torch(make: Callable[[], nn.Module]) -> None:
+    """A refusal names the setting under which the model trains as in eager."""
+    model = Around(make())
+    batches = (X[:1], X)
+
+    def losses(module: Any) -> list[float]:
+        random.seed(0)
+        found = [module(x) for x in batches]
+        sum(found).backward()
+        return [loss.item() for loss in found]
+
+    with pytest.raises(RuntimeError, match=r"torch_modules=\['PATH OF THE LAYER'\]"):
+        losses(ORTModule(copy.deepcopy(model)))
+    eager = copy.deepcopy(model)
+    module = ORTModule(model, Settings(torch_modules=["inner"]))
+    assert losses(module) == pytest.approx(losses(eager), rel=1e-6)
+    same(model, eager)
 
 
 @pytest.mark.parametrize("name", REFUSED)
