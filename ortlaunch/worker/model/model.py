@@ -215,6 +215,7 @@ def build_model(recipe: Recipe, data: LoadedData) -> LossModule:
             raise InputError(
                 f"model.factory returned {type(model).__name__}; it must return a torch.nn.Module"
             )
+        model = _compile_in_place(model)
         _refuse_sparse(recipe, model)
     else:
         model, loaded = _transformers_model(recipe, data)
@@ -242,6 +243,33 @@ def build_model(recipe: Recipe, data: LoadedData) -> LossModule:
     whole.has_numbers = traits.is_own
     whole.offloads = recipe.model.offload_activations
     return whole
+
+
+def _compile_in_place(model: nn.Module) -> nn.Module:
+    """Return a model whose layers of `torch.compile` are compiled in place.
+
+    A wrapper of `torch.compile` would add `_orig_mod.` to the names of weights, so that neither a
+    checkpoint nor an export fitted the same model without it.
+    """
+    for part in list(model.modules()):
+        layers = vars(part)["_modules"]
+        layers.update({name: _without_wrapper(layer) for name, layer in layers.items()})
+    whole: nn.Module = _without_wrapper(model)
+    return whole
+
+
+def _without_wrapper(layer: Any) -> Any:
+    if type(layer).__name__ != "OptimizedModule":
+        return layer
+    inner = vars(layer)["_modules"]["_orig_mod"]
+
+    # torch would not compile `_call_impl` itself of its own layers.
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return inner._call_impl(*args, **kwargs)
+
+    # As `inner.compile()` sets it, with the settings that the wrapper was made with.
+    inner._compiled_call_impl = layer.dynamo_ctx(call)
+    return inner
 
 
 def _refuse_sparse(recipe: Recipe, model: nn.Module) -> None:

@@ -87,6 +87,29 @@ def model(size, kind=torch.nn.Linear):
     return kind(size, 1) if size else None
 
 
+compiled = []
+
+
+def backend(graph, inputs):
+    compiled.append(len(inputs))
+    return graph.forward
+
+
+class Twice(torch.nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.first = self.second = torch.compile(torch.nn.Linear(size, size), backend=backend)
+        self.last = torch.nn.Sequential(torch.compile(torch.nn.Linear(size, 1), backend=backend))
+
+    def forward(self, x):
+        return self.last(self.second(self.first(x))).mean()
+
+
+def twice(size, whole):
+    net = Twice(size)
+    return torch.compile(net, backend=backend) if whole else net
+
+
 def data():
     return [{"x": 1}]
 """
@@ -99,15 +122,36 @@ def _forgotten() -> Iterator[None]:
     sys.modules.pop("own_net", None)
 
 
-def own(arguments: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> LossModule:
+def own(
+    arguments: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch, factory: str = "model"
+) -> LossModule:
     """Write the module `own_net` into this folder, and build its model."""
     (folder / "own_net.py").write_text(OWN)
     monkeypatch.syspath_prepend(str(folder))
     chosen = recipe(
-        model={"task": "custom", "factory": "own_net:model", "arguments": arguments},
+        model={"task": "custom", "factory": f"own_net:{factory}", "arguments": arguments},
         data={"train": {"format": "custom", "factory": "own_net:data"}},
     )
     return build_model(chosen, LoadedData(chosen))
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_compiled_model_keeps_its_names(
+    whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights of layers of torch.compile have the names that they have without it."""
+    arguments = {"size": 4, "whole": whole}
+    model = own(arguments, tmp_path, monkeypatch, "twice").model
+    # As in the same model without torch.compile: a layer with two names has both in a state.
+    assert list(model.state_dict()) == [
+        f"{layer}.{name}" for layer in ("first", "second", "last.0") for name in ("weight", "bias")
+    ]
+    x = torch.randn(2, 4)
+    # Dynamo warns of gradients that it looks at itself.
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), model.last[0](model.first(model.first(x))).mean())
+    # They still run compiled.
+    assert sys.modules["own_net"].compiled
 
 
 def test_an_own_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
