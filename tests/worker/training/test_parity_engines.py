@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -11,14 +13,18 @@ import pytest
 import torch
 from torch import nn
 
+from ortlaunch.errors import ParityError
+from ortlaunch.ortmodule.base import custom_functions
 from ortlaunch.ortmodule.base.counters import tally
 from ortlaunch.ortmodule.witness import Witness
 from ortlaunch.worker.engine.comparison import compare, compare_with_draws, dropouts
 from ortlaunch.worker.engine.differences import Comparison
 from ortlaunch.worker.model.model import LossModule
+from tests.makers import recipe
 from tests.ort import needs_ort
 from tests.ortmodule.base.test_custom_functions import Asked
 from tests.ortmodule.modules import language_model, wrapped
+from tests.training import run_here
 
 pytestmark = [needs_ort, pytest.mark.usefixtures("built")]
 
@@ -220,6 +226,33 @@ def test_a_lost_gradient_of_a_function_is_seen(kept: bool) -> None:
         found = compare(asked, model, {"x": X[:, :4]})
     assert (found.largest < 1e-5) == kept
     assert (found.rounding, found.not_judged) == ([], "")
+
+
+def asked_data() -> list[dict[str, torch.Tensor]]:
+    return [{"x": row} for row in torch.randn(16, 4, generator=torch.Generator().manual_seed(0))]
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_parity_of_a_recipe_with_such_a_function(
+    kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`ortlaunch parity` passes, and names the weight where the correction is taken out."""
+    monkeypatch.setitem(sys.modules, "own_of_a_test", sys.modules[__name__])
+    asked = recipe(
+        model={"task": "custom", "factory": "own_of_a_test:Asked"},
+        data={"train": {"format": "custom", "factory": "own_of_a_test:asked_data"}},
+        engine={"name": "ort", "parity_steps": 2},
+        train={"max_steps": 4},
+    )
+    if not kept:
+        # The copy of a saved tensor no longer says that its tensor needs a gradient.
+        monkeypatch.setattr(custom_functions, "_copy", torch.Tensor.clone)
+    with (
+        contextlib.nullcontext()
+        if kept
+        else pytest.raises(ParityError, match=r"second\.weight +1 ")
+    ):
+        run_here(tmp_path / "run", asked, "parity")
 
 
 def compared(planted: Any) -> Comparison:
