@@ -257,7 +257,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any], str]] = 
     "a derivative": (
         Derived,
         lambda module: module(X),
-        r"calls torch.autograd.grad, .* without ORTModule",
+        r"calls torch.autograd.grad, .*torch_modules",
     ),
     "a derivative of torch.func": (
         lambda: Calling(lambda h, x: torch.func.vjp(torch.tanh, h)[1](x)[0]),
