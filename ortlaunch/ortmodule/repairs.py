@@ -126,7 +126,12 @@ _CROSS_ENTROPY = "torch.nn.functional:cross_entropy"
 _EXPORT = (f"{TRANSITION}._export_model", f"{TRANSITION}._get_exported_model")
 _INFERENCE = tuple(
     f"{SHAPES}.{name}"
-    for name in ("_broadcast_shapes", "_check_merged_dims", "_onnx_infer_single_node")
+    for name in (
+        "_broadcast_shapes",
+        "_check_merged_dims",
+        "_infer_PythonOp",
+        "_onnx_infer_single_node",
+    )
 )
 _SIZES = tuple(
     f"{SHAPES}.{name}"

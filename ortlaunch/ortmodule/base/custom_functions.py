@@ -27,6 +27,13 @@ if TYPE_CHECKING:
 
 _CALLS = "onnxruntime.training.ortmodule._custom_autograd_function"
 _EXPORTER = "onnxruntime.training.ortmodule._custom_autograd_function_exporter"
+# The autograd.Functions of each name, in the order of their first export.
+_functions: dict[str, list[Any]] = {}
+_COPIES = (
+    "the custom function {} computes gradients of weights that it is given and that a layer has, and "
+    "ONNX Runtime gives it other tensors: let the layer run as torch "
+    "(Settings.torch_modules=['PATH OF THE LAYER'])"
+)
 # Methods by which a function describes itself to ORT's exporter.
 _SCHEMA = ("infer_shape", "alias_input")
 
@@ -49,6 +56,12 @@ def _with_arguments(default_export: AnyFunction) -> AnyFunction:
         saves = function.__module__ != torch_calls.__name__
         if not (takes or gives or saves):
             return default_export(g, *given, **other)
+        # ORT knows functions by name, and keeps the first one of a name.
+        namesakes = _functions.setdefault(name, [])
+        if function not in namesakes:
+            namesakes.append(function)
+        if number := namesakes.index(function):
+            name = f"{name}[{number + 1}]"
         function = _called(function, takes, gives, saves)
         if takes or gives:
             # ORT caches functions by name, so a variant needs its own; ORT also decides by the name
@@ -81,7 +94,8 @@ def _called(
     """
 
     import torch
-    from torch.utils._pytree import tree_map_only
+    from torch.autograd.function import FunctionCtx
+    from torch.utils._pytree import tree_leaves, tree_map_only
 
     # Filled in the first pass, if the function keeps a graph of its own; ORT copies the arguments of
     # that pass.
@@ -99,10 +113,24 @@ def _called(
             output.byte() if i in boolean_results else output for i, output in enumerate(outputs)
         )
 
+    def note_sizes(ctx: Any, outputs: Any) -> None:
+        ctx._ortlaunch_outputs = [
+            output.new_zeros(()).expand(output.shape) if isinstance(output, torch.Tensor) else None
+            for output in (outputs if isinstance(outputs, tuple) else (outputs,))
+        ]
+        # ORT would fill with zeros of the first batch's sizes.
+        FunctionCtx.set_materialize_grads(ctx, False)
+
     @torch_calls.noting_errors()
     def forward(ctx: Any, *args: Any) -> Any:
         given = tree_map_only(torch.Tensor, _copy, args) if keeps_graph else args
-        outputs = function.forward(ctx, *entered(given))
+        made = function.forward(ctx, *entered(given))
+        outputs = _in_own_memory(made, args)
+        # Outputs are marked as the tensors that they are.
+        marked = [id(tensor) for tensor in ctx.non_differentiable or ()]
+        pairs = zip(tree_leaves(made), tree_leaves(outputs))
+        ctx.mark_non_differentiable(*(new for old, new in pairs if id(old) in marked))
+        note_sizes(ctx, outputs)
         if saves and _copy_saved(ctx, args):
             keeps_graph.append(True)
         return as_uint8(outputs)
@@ -110,12 +138,23 @@ def _called(
     @torch_calls.noting_errors()
     def set_up(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         function.setup_context(ctx, tuple(entered(inputs)), output)
+        note_sizes(ctx, output)
         if saves:
             _copy_saved(ctx, inputs)
 
     @torch_calls.noting_errors()
     def backward(ctx: Any, *gradients: Any) -> Any:
-        found = function.backward(ctx, *gradients)
+        if getattr(ctx, "_ortlaunch_fills", True):
+            gradients = tuple(
+                like.new_zeros(like.shape) if gradient is None and like is not None else gradient
+                for gradient, like in zip(gradients, ctx._ortlaunch_outputs)
+            )
+        try:
+            found = _in_own_memory(function.backward(ctx, *gradients), gradients)
+        except RuntimeError as error:
+            if "appears to not have been used in the graph" not in str(error):
+                raise
+            raise RuntimeError(_COPIES.format(function.__name__)) from error
         if not saves:
             return found
         found = found if isinstance(found, tuple) else (found,)
@@ -131,7 +170,9 @@ def _called(
         steps: dict[str, AnyFunction] = {"forward": forward}
     else:
         steps = {
-            "forward": lambda *args: as_uint8(function.forward(*entered(args))),
+            "forward": lambda *args: as_uint8(
+                _in_own_memory(function.forward(*entered(args)), args)
+            ),
             "setup_context": set_up,
         }
     members = {
@@ -144,12 +185,19 @@ def _called(
         name: staticmethod(getattr(function, name)) for name in _SCHEMA if hasattr(function, name)
     }
     # ORT registers only classes whose metaclass is that of torch.autograd.Function.
-    return types.new_class(
+    made: Any = types.new_class(
         function.__name__,
         (torch.autograd.Function,),
         {},
         lambda body: body.update(members, **schema),
     )
+    made._backward_cls.set_materialize_grads = _note_fills
+    return made
+
+
+def _note_fills(ctx: Any, value: bool) -> None:
+    """Note whether a function wants zeros in place of None; a replacement of its ctx's method."""
+    ctx._ortlaunch_fills = value
 
 
 def _copy_saved(ctx: Any, args: tuple[Any, ...]) -> bool:
@@ -191,6 +239,25 @@ def _copy_saved(ctx: Any, args: tuple[Any, ...]) -> bool:
         for arg in args
     ]
     return bool(leaves)
+
+
+def _in_own_memory(results: Any, given: tuple[Any, ...]) -> Any:
+    """Return contiguous results that share no memory with what was given, as ORT takes them."""
+    import torch
+    from torch.utils._pytree import tree_map_only
+
+    places = {
+        value.untyped_storage().data_ptr() for value in given if isinstance(value, torch.Tensor)
+    }
+    return tree_map_only(
+        torch.Tensor,
+        lambda result: (
+            result.clone(memory_format=torch.contiguous_format)
+            if result.untyped_storage().data_ptr() in places
+            else result.contiguous()
+        ),
+        results,
+    )
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

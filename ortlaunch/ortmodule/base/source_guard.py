@@ -37,6 +37,7 @@ KNOWN = {
     f"{TRANSITION}._add_check_label_sparsity_hook": "e99a910898fcadc0",
     f"{SHAPES}._broadcast_shapes": "8d6ef97161c5555a",
     f"{SHAPES}._check_merged_dims": "5e2c03720d3c04f4",
+    f"{SHAPES}._infer_PythonOp": "31c2c03f6dede5b9",
     f"{SHAPES}._onnx_infer_single_node": "676f5d33dee7ee1b",
     f"{SHAPES}._infer_Slice": "321394f15641126c",
     f"{SHAPES}._infer_Split_Common": "c475321ced0d9214",

@@ -53,6 +53,7 @@ def keep_broadcast_sizes() -> None:
     patching.wrap_method(inference, "_broadcast_shapes", _broadcast)
     patching.wrap_method(inference, "_check_merged_dims", _merged_where_equal)
     patching.wrap_method(inference, "_onnx_infer_single_node", _with_broadcast_sizes)
+    patching.wrap_method(inference, "_infer_PythonOp", _with_own_sizes)
     patching.wrap_method(owner(TRANSITION), "_infer_shapes", _with_hidden_shapes)
 
 
@@ -120,6 +121,18 @@ def _with_broadcast_sizes(
         if size is not None and not dim.dim_value and dim.dim_param not in inference.symbolic_dims_:
             dim.Clear()
             setattr(dim, "dim_param" if isinstance(size, str) else "dim_value", size)
+
+
+def _with_own_sizes(original: AnyFunction, inference: ShapeInference, node: onnx.NodeProto) -> None:
+    """Infer a function's outputs, and name the sizes of each: ORT names those of all alike."""
+    original(inference, node)
+    # The first output is the function's context.
+    for output, name in enumerate(node.output[2:], 2):
+        dims = inference.known_vi_[name].type.tensor_type.shape.dim
+        for place, dim in enumerate(dims):
+            if dim.dim_param == str(inference._new_symbolic_dim_from_output(node, 0, place)):
+                new = inference._new_symbolic_dim_from_output(node, output, place)
+                dim.dim_param = str(new)
 
 
 def _are_equal(inference: ShapeInference, dims: Sequence[object]) -> bool:

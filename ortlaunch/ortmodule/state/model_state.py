@@ -10,6 +10,7 @@ attribute: these are refused.
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,7 @@ from ortlaunch.ortmodule.tracing.python_state import (
 
 if TYPE_CHECKING:
     from ortlaunch.ortmodule.base.export import Facts
+    from ortlaunch.ortmodule.base.ort_types import AnyFunction
 
 # Attributes of nn.Module whose change means another graph.
 _PARTS = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
@@ -107,7 +109,7 @@ def _nothing_drawn() -> Iterator[None]:
     sources = {name: state.__self__ for name, state in shared.items()}
     # A draw changes the generator's state.
     before = {name: drawn(source) for name, source in sources.items()}
-    with mock.patch.object(torch, "manual_seed", _refuse_a_seed):
+    with mock.patch.object(torch, "manual_seed", functools.partial(_seed, torch.manual_seed)):
         yield
     if new := [name for name, source in sources.items() if drawn(source) != before[name]]:
         raise RuntimeError(
@@ -118,11 +120,15 @@ def _nothing_drawn() -> Iterator[None]:
         )
 
 
-def _refuse_a_seed(seed: int) -> None:
-    raise RuntimeError(
-        f"a forward pass seeds torch's random numbers with {seed}, and ONNX Runtime's graph would "
-        "never: seed them before it, or give the numbers to the forward pass as arguments"
-    )
+def _seed(plainly: AnyFunction, seed: int) -> torch.Generator:
+    if torch.jit.is_tracing():
+        raise RuntimeError(
+            f"a forward pass seeds torch's random numbers with {seed}, and ONNX Runtime's graph "
+            "would never: seed them before it, give the numbers to the forward pass as arguments, "
+            "or let the layer run as torch (Settings.torch_modules=['PATH OF THE LAYER'])"
+        )
+    found: torch.Generator = plainly(seed)
+    return found
 
 
 def _described(holder: str, name: str) -> str:

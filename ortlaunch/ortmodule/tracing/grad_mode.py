@@ -109,6 +109,7 @@ class _GradMode(TorchFunctionMode):
         These are reads of the grad mode, and custom functions.
         """
         plain = vars(torch.autograd.Function)["apply"]
+        weights = set(map(id, self._trained.keys()))
 
         def applied(
             function: type[torch.autograd.Function], /, *args: object, **kwargs: object
@@ -119,7 +120,18 @@ class _GradMode(TorchFunctionMode):
                 return plain.__get__(None, function)(*args, **kwargs)
 
             given = tuple(tensors((args, kwargs)))
-            return apply(*args, **kwargs)
+            # In a layer that runs as torch.
+            if not torch.jit.is_tracing():
+                return apply(*args, **kwargs)
+            # A trace takes other arguments for constants; a weight's memory is that of each step.
+            nested = tensors([value for value in args if not isinstance(value, _T)])
+            if not {id(tensor) for tensor in nested} <= weights:
+                raise RuntimeError(_NESTED.format(function.__name__))
+            versions = versions_of(given)
+            result = apply(*args, **kwargs)
+            if changed_since(given, versions):
+                raise RuntimeError(_DIRTY.format(function.__name__))
+            return result
 
         def is_enabled() -> bool:
             # torch's own grad mode classes read the mode to restore it later; only reads by the
@@ -248,6 +260,15 @@ def _complex(value: complex, like: torch.Tensor) -> torch.Tensor:
     return torch.complex(parts[0], parts[1])
 
 
+_AS_TORCH = "or let the layer run as torch (Settings.torch_modules=['PATH OF THE LAYER'])"
+_NESTED = (
+    "the custom function {} is given tensors in a list, a tuple or a dictionary, and ONNX Runtime's "
+    f"graph would hold those of the first batch: pass each as an argument of its own, {_AS_TORCH}"
+)
+_DIRTY = (
+    "the custom function {} changes an argument in place, and ONNX Runtime may read it elsewhere: "
+    f"return a new tensor, without ctx.mark_dirty, {_AS_TORCH}"
+)
 CHANGED_WEIGHT = (
     "a weight is changed in the forward pass, which ONNX Runtime's graph would leave out"
 )

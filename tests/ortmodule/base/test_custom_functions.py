@@ -214,6 +214,37 @@ class Without(torch.autograd.Function):
         return gradient * ctx.saved_tensors[0], None
 
 
+def scaling(factor: float) -> Any:
+    """Return a function; all that this makes have one name."""
+
+    class Scaled(torch.autograd.Function):
+        """A product that a view returns, with gradients that are no tensors of their own."""
+
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return (x * factor).t()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient.t() * factor
+
+    return Scaled.apply
+
+
+class Viewed(torch.autograd.Function):
+    """A function that returns its argument and a sum; the second gradient is a view."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.sizes = x.shape
+        return x.view_as(x), x.sum(1, keepdim=True)
+
+    @staticmethod
+    def backward(ctx: Any, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        # None of both has memory of its own.
+        return second.expand(ctx.sizes) if first is None else first + second
+
+
 class TransformerLike(nn.Module):
     """Embedding, attention and loss of a small transformer, with a custom function in three places.
 
@@ -286,6 +317,9 @@ def compare(model: nn.Module, ours: Any, *batch: torch.Tensor) -> None:
         (Fused(frozen=True), 1),
         (Asked(), 1),
         (Model(Recorded.apply, uses=2), 2),
+        (Model(lambda x: scaling(2.0)(x).t() + scaling(5.0)(x).t()), 2),
+        (Model(lambda x: x * Viewed.apply(x)[1]), 1),
+        (Model(lambda x: sum(Viewed.apply(x))), 1),
     ],
     ids=[
         "reversal",
@@ -297,6 +331,9 @@ def compare(model: nn.Module, ours: Any, *batch: torch.Tensor) -> None:
         "a frozen weight",
         "asked for their gradient",
         "a graph of its own",
+        "two of one name",
+        "an expanded gradient",
+        "its argument",
     ],
 )
 def test_gradients_equal_eagers(model: nn.Module, count: int) -> None:

@@ -353,7 +353,33 @@ def complex_numbers_by_a_mask(model: Two, x: torch.Tensor) -> torch.Tensor:
     return spectrum.abs().mean()
 
 
+class Marked(torch.autograd.Function):
+    """A function that changes its second argument in place, or multiplies both."""
+
+    @staticmethod
+    def forward(ctx: Any, given: list[torch.Tensor] | None, x: torch.Tensor) -> torch.Tensor:
+        if given is None:
+            ctx.mark_dirty(x)
+            return x.mul_(3)
+        return given[0] * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, gradient * 3
+
+
+# The graph would hold the list of the first batch.
+def a_list(model: Two, x: torch.Tensor) -> torch.Tensor:
+    return Marked.apply([model.first(x)], x).sum()
+
+
+def an_argument(model: Two, x: torch.Tensor) -> torch.Tensor:
+    return Marked.apply(None, model.first(x) * 2).sum()
+
+
 REFUSED: dict[Forward, str] = {
+    a_list: "function Marked is given tensors in a list.*torch_modules",
+    an_argument: "function Marked changes an argument in place.*torch_modules",
     complex_numbers_by_a_mask: "into a complex tensor at places that a tensor gives",
     through_a_detached: "share memory are changed in place, and one of them is detached",
     in_another_form: "share memory are changed in place, and one of them reads it in another form",
