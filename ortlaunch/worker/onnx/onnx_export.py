@@ -93,7 +93,7 @@ def onnx(recipe: Recipe, folder: Path, trained: LossModule, data: LoadedData) ->
     for place in decisions:
         print(
             f"{place}: Python reads a tensor's value here: the graph always uses the value from "
-            "the traced batch"
+            "the traced batch (for a size write x.shape[0] without int)"
         )
     inputs = _inputs_of_graph(folder / "model.onnx", [*sizes.inputs])
     worst = largest(difference(whole, batch, folder / "model.onnx") for batch in batches)
@@ -286,8 +286,13 @@ def difference(whole: Exported, batch: Batch, path: Path) -> float:
     """
     import onnxruntime
 
+    options = onnxruntime.SessionOptions()
+    # ONNX Runtime would also print the error that it raises.
+    options.log_severity_level = 4
     try:
-        session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+        session = onnxruntime.InferenceSession(
+            str(path), options, providers=["CPUExecutionProvider"]
+        )
         given = {each.name: batch[each.name].numpy() for each in session.get_inputs()}
         found = session.run([*whole.outputs_by_name(*batch.values())], given)
     # onnxruntime has a class of its own for each type of error.

@@ -99,6 +99,14 @@ class Branching(Own):
         return {"scores": scores} | ({} if y is None else {"loss": self.loss(scores, y)})
 
 
+class Sized(Own):
+    """Takes the number of samples into Python, as many detectors do."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> Any:
+        scores = self.scores(x) + torch.ones(int(x.shape[0]), 2)
+        return {"scores": scores} | ({} if y is None else {"loss": self.loss(scores, y)})
+
+
 class Squeezed(Own):
     """Returns a scalar for a batch of one sample."""
 
@@ -275,6 +283,19 @@ def test_what_python_decided_is_told(
     assert f"{place}: Python reads a tensor's value here" in capsys.readouterr().out
     (tmp_path / "other").mkdir()
     assert exported(Mapped, tmp_path / "other", monkeypatch)[0].python_decisions == []
+
+
+def test_a_size_that_python_reads_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A graph of one number of samples is refused; its line and a remedy are all that is printed."""
+    with pytest.raises(EngineError, match="ONNX Runtime cannot run it"):
+        exported(Sized, tmp_path, monkeypatch)
+    printed = capfd.readouterr()
+    assert f"{__file__}:" in printed.out
+    assert "for a size write x.shape[0] without int" in printed.out
+    # Not what ONNX Runtime prints of the error that it raises.
+    assert printed.err == ""
 
 
 def test_an_error_without_words_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
