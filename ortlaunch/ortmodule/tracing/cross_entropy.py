@@ -66,7 +66,14 @@ def _replaced(stand_in: Callable[[Loss], Loss]) -> Iterator[None]:
     # torch.nn.functional.cross_entropy calls the function in this module.
     parts: Any = torch._C._nn
     plain = parts.cross_entropy_loss
-    parts.cross_entropy_loss = functools.wraps(plain)(stand_in(plain))
+    instead = stand_in(plain)
+
+    @functools.wraps(plain)
+    def loss(scores: torch.Tensor, labels: torch.Tensor, *options: object) -> object:
+        # torch takes labels of one byte, too; ONNX Runtime does not.
+        return instead(scores, labels.long() if labels.dtype == torch.uint8 else labels, *options)
+
+    parts.cross_entropy_loss = loss
     try:
         yield
     finally:

@@ -129,6 +129,19 @@ class Likely(Scores):
         return nn.functional.cross_entropy(scores, likely.view(-1, CLASSES), **self.options).sum()
 
 
+@pytest.mark.parametrize("options", ["mean", "another label ignored", "smoothed", "weights"])
+def test_labels_of_one_byte(options: str) -> None:
+    """Labels may be bytes, as in eager PyTorch, in training and evaluation."""
+    eager = Scores(**OPTIONS[options])
+    module = wrapped(copy.deepcopy(eager))
+    x, labels = batch(0.5, ignored=0)
+    check(module, eager, x, labels.byte())
+    with torch.no_grad():
+        torch.testing.assert_close(
+            module.eval()(x, labels.byte()), eager.eval()(x, labels.byte()), rtol=1e-5, atol=1e-6
+        )
+
+
 @pytest.mark.parametrize("options", ["mean", "sum", "one a label", "smoothed, weights"])
 def test_probabilities_for_labels(options: str, witness: Witness) -> None:
     """Loss and gradients equal eager's, and no label is ignored."""
