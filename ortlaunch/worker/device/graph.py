@@ -193,9 +193,15 @@ def _values(model: Any, names: list[str], batch: Batch) -> Json:
     options = onnxruntime.SessionOptions()
     # An optimized graph would not have all values.
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = onnxruntime.InferenceSession(
-        whole.SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
+    try:
+        session = onnxruntime.InferenceSession(
+            whole.SerializeToString(), options, providers=["CPUExecutionProvider"]
+        )
+    # onnxruntime has a class of its own for each type of error.
+    except Exception as error:
+        raise EngineError(
+            f"--format ondevice: ONNX Runtime cannot run this model: {first_line(error)}"
+        ) from error
     return dict(
         zip(names, session.run(names, {name: value.numpy() for name, value in batch.items()}))
     )
