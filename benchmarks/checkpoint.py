@@ -246,7 +246,7 @@ def rank(arguments: argparse.Namespace) -> None:
             trained(turn, stepper, width, arguments.steps, name, folder, apart)
             _clear(turn, folder)
     # Peaks and times of writing differ between ranks.
-    every = [json.loads(text) for text in group.gather(json.dumps(turn.seconds))]
+    every = group.gather(turn.seconds)
     if me == 0:
         parameters = sum(p.numel() for p in stepper.model.parameters())
         found = {"parameters": parameters, "bytes": sizes, "ranks": every}

@@ -49,11 +49,11 @@ def with_steps(
     }
     if epochs is None and not intervals:
         return recipe
-    counts = group.gather(str(samples))
+    counts = group.gather(samples)
     if len(set(counts)) > 1:
         raise InputError(
             "train: a length in epochs, and ranks have different numbers of samples: "
-            f"{', '.join(sorted(set(counts)))}"
+            f"{', '.join(map(str, sorted(set(counts))))}"
         )
     # The samples of the first start count, because the schedule runs over its steps.
     begun = _begun(run, epochs) or {"epochs": epochs, "samples": samples}

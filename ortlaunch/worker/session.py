@@ -6,7 +6,6 @@ A Session is the only argument of a task. This module is independent of tasks an
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -78,7 +77,7 @@ def require_same_data(
     Raises:
         InputError: another rank has other samples; the same on all ranks.
     """
-    of_ranks: list[Any] = [json.loads(text) for text in group.gather(json.dumps(found))]
+    of_ranks: list[Any] = group.gather(found)
     first = of_ranks[0]
     for rank, each in enumerate(of_ranks):
         if each == first or (

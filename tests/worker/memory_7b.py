@@ -41,8 +41,8 @@ MOVE = engine._move
 class FirstRank(DistributedContext):
     """A group whose other ranks send the same as this one."""
 
-    def gather(self, value: str) -> list[str]:
-        """Return this rank's text for each rank."""
+    def gather(self, value: object) -> list[Any]:
+        """Return this rank's value for each rank."""
         return [value] * self.size
 
 

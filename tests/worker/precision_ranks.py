@@ -71,7 +71,7 @@ def main() -> None:
             "product": plain_product(),
             "gradients": sum_of_gradients(engine, batches.micro_batch(1, 0, group.rank)),
         }
-        found.append(group.gather(json.dumps(mine)))
+        found.append(group.gather(mine))
 
     with joined(plan_of(runs[0][2]), rank, runs[0][2]) as group:
 
@@ -84,10 +84,8 @@ def main() -> None:
         tasks.run = look
         for _, _, run in runs:
             worker.live(run, rank, Watchdog(rank, run))
-            found[-1] = [
-                {**json.loads(text), "after": torch.get_float32_matmul_precision()}
-                for text in found[-1]
-            ]
+            after = torch.get_float32_matmul_precision()
+            found[-1] = [{**each, "after": after} for each in found[-1]]
         if group.rank == 0:
             Path(sys.argv[2]).write_text(json.dumps(found), encoding="utf-8")
         leave()

@@ -5,8 +5,6 @@ transaction.py writes it, and verify.py compares the files with it before a chec
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
 from pathlib import Path
 
 from ortlaunch.run_folder.file_sums import File
@@ -23,11 +21,6 @@ def manifest_of(step: int, samples: int, ranks: int, files: dict[str, File]) -> 
         files: size and checksum of each file, by its path in the folder.
     """
     return {"step": step, "samples": samples, "ranks": ranks, "files": files}
-
-
-def joined(of_ranks: Iterable[str]) -> dict[str, File]:
-    """Return the files of all ranks, each rank's given as JSON."""
-    return {name: file for files in of_ranks for name, file in json.loads(files).items()}
 
 
 def newest(run: RunDir) -> tuple[int, Path] | None:

@@ -183,11 +183,9 @@ class Saving:
             raise CheckpointError(f"{error}\n{_NO_EXPORT}") if last else error
         if last:
             raise LastSaveError(str(error))
-        if self.group.rank == 0:
-            print(
-                f"NOT SAVED: {error}; training continues (checkpoint.on_failure: continue)",
-                flush=True,
-            )
+        self.group.print_once(
+            f"NOT SAVED: {error}; training continues (checkpoint.on_failure: continue)"
+        )
 
     def answers(self, asked: RankRequest) -> bool:
         """Return whether this save answers its request: it is complete, or by the clock alone."""

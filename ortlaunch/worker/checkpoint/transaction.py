@@ -7,8 +7,8 @@ The files are written into step_N.partial, flushed to the disk, and listed in a 
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
+from collections import ChainMap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from ortlaunch.run_folder.folder import (
 from ortlaunch.run_folder.origin import ORIGIN
 from ortlaunch.units import human
 from ortlaunch.worker.checkpoint.complete import complete
-from ortlaunch.worker.checkpoint.manifest import joined, manifest_of, newest
+from ortlaunch.worker.checkpoint.manifest import manifest_of, newest
 from ortlaunch.worker.checkpoint.snapshot import Snapshot, take
 from ortlaunch.worker.engine.stepping import Stepper
 from ortlaunch.worker.process_group.distributed import DistributedContext
@@ -89,13 +89,13 @@ def write(
     # Each rank writes its own file, and knows its checksum without reading it again.
     with _agreed(run, group, partial):
         files = taken.write(partial)
-    written = joined(group.gather(json.dumps(files)))
+    written = dict(ChainMap(*group.gather(files)))
     # Rank 0 sums the files that no rank summed, such as the index.
     with _agreed(run, group, partial):
         if group.rank == 0:
             others = [name for name in _files_in(partial) if name not in written]
             files.update(flushed(partial, others))
-    files = joined(group.gather(json.dumps(files)))
+    files = dict(ChainMap(*group.gather(files)))
     with _agreed(run, group, partial):
         if group.rank == 0:
             complete(run, step, manifest_of(step, samples, group.size, files))

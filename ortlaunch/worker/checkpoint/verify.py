@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import re
 from pathlib import Path
@@ -59,9 +58,8 @@ def newest_of_all(run: RunDir, group: DistributedContext) -> tuple[int, Path] | 
     Rank 0 decides, because other hosts may see it later on a shared disk.
     """
     there = newest(run)
-    name = group.gather(f"{there[0]} {there[1].name}" if there else "")[0]
-    step, _, folder = name.partition(" ")
-    return (int(step), run.checkpoints / folder) if name else None
+    step, name = group.gather((there[0], there[1].name) if there else (0, ""))[0]
+    return (step, run.checkpoints / name) if name else None
 
 
 def _restored(run: RunDir, group: DistributedContext) -> bool:
@@ -79,7 +77,7 @@ def _restored(run: RunDir, group: DistributedContext) -> bool:
         path.name for match, path in sorted(paths, key=lambda pair: (int(pair[0][1]), pair[1].name))
     ]
     # Rank 0's list counts, as in newest_of_all. The newest comes first.
-    for name in reversed(json.loads(group.gather(json.dumps(names))[0])):
+    for name in reversed(group.gather(names)[0]):
         aside = run.checkpoints / name
         folder = run.checkpoints / name.partition(".")[0]
         if damage(aside, group):
@@ -108,7 +106,7 @@ def damage(folder: Path, group: DistributedContext) -> str:
         )
     except OSError as error:
         unread = f"{error.filename or folder}: {error.strerror}"
-    found = [json.loads(text) for text in group.gather(json.dumps([mine, unread]))]
+    found = group.gather([mine, unread])
     if errors := list(dict.fromkeys(unread for _, unread in found if unread)):
         raise CheckpointError(
             f"{folder} could not be read, and was not changed: {'; '.join(errors)}\nRun the "

@@ -63,17 +63,14 @@ class Averaging:
 
     def _find_unused(self) -> None:
         found = [name for name, parameter in self.trained.items() if parameter.grad is None]
-        anywhere = {
-            name for text in self.group.gather("\n".join(found)) for name in text.split("\n")
-        }
+        anywhere = set().union(*self.group.gather(found))
         self.unused = tuple(name for name in self.trained if name in anywhere)
         self._has_checked = True
-        if self.unused and self.group.rank == 0:
-            print(
+        if self.unused:
+            self.group.print_once(
                 f"the loss does not use {listed(self.unused)}: gradients are averaged after "
                 "the backward pass, not during it; freeze unused parameters "
-                "(requires_grad_(False)) to save time",
-                flush=True,
+                "(requires_grad_(False)) to save time"
             )
 
     def _average(self) -> None:
@@ -134,8 +131,7 @@ class UsedParameters:
         """Return the parameters that no rank's loss has used, and end the record (collective)."""
         for hook in self._hooks:
             hook.remove()
-        texts = self._group.gather("\n".join(self._used))
-        used = {name for text in texts for name in text.split("\n")}
+        used = set().union(*self._group.gather([*self._used]))
         return tuple(name for name in self._trained if name not in used)
 
 

@@ -7,7 +7,6 @@ of DeepSpeed.
 from __future__ import annotations
 
 import gc
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -116,7 +115,7 @@ class MemoryUse:
         This is a collective call.
         """
         mine = {**self.largest._asdict(), "model": self.largest.model, "peak": self.peak()}
-        ranks = [json.loads(text) for text in group.gather(json.dumps(mine))]
+        ranks = group.gather(mine)
         worst = {name: max(rank[name] for rank in ranks) for name in mine}
         bytes_ = dict(plan.memory.by_stage)[plan.memory.chosen] if plan.memory else None
         # On CUDA the measured peak is of torch's allocator, which does not see the overhead.

@@ -307,12 +307,11 @@ class DeepSpeedStepper:
     def _note_unused(self, used: UsedParameters) -> None:
         self._used = None
         self.unused = used.unused()
-        if self.unused and self.group.rank == 0:
-            print(
+        if self.unused:
+            self.group.print_once(
                 f"the loss does not use {listed(self.unused)}: DeepSpeed takes zeros for their "
                 "gradients, and optimizer.weight_decay lowers them; freeze unused parameters "
-                "(requires_grad_(False)) to keep them",
-                flush=True,
+                "(requires_grad_(False)) to keep them"
             )
 
     def _apply_plain(self, norm: float) -> Stepped:

@@ -6,7 +6,6 @@ the number of ranks.
 
 from __future__ import annotations
 
-import json
 import traceback
 from collections import ChainMap
 from collections.abc import Mapping
@@ -61,7 +60,7 @@ class OwnMetric:
             except HookError as error:
                 told = {"error": str(error)}
         # Rank 0's error must reach all ranks: else they would wait for it in the next collective.
-        told = json.loads(group.gather(json.dumps(told))[0])
+        told = group.gather(told)[0]
         if "error" in told:
             raise HookError(told["error"])
         found: dict[str, float] = told["found"]

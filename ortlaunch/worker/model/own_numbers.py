@@ -6,7 +6,6 @@ loss, so that on engine ort they are outputs of the exported graph.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
@@ -105,9 +104,7 @@ class ValueMeans:
         """
         mine = {name: (float(value), weight) for name, (value, weight) in self._kept.items()}
         self._kept = {}
-        ranks: list[dict[str, tuple[float, float]]] = [
-            json.loads(text) for text in group.gather(json.dumps(mine))
-        ]
+        ranks: list[dict[str, tuple[float, float]]] = group.gather(mine)
         found = {}
         # Ranks may have returned different names: a mean is over those that have the name.
         for name in sorted({name for rank in ranks for name in rank}):

@@ -81,11 +81,9 @@ class DistributedContext:
         dist.all_gather(found, mine, group=self._channel)
         return [tensor.tolist() for tensor in found]
 
-    def gather(self, value: str) -> list[str]:
-        """Return every rank's text, in rank order."""
-        if self.size == 1:
-            return [value]
-        return [data.decode("utf-8", "surrogatepass") for data in self._gather_bytes(value)]
+    def gather(self, value: object) -> list[Any]:
+        """Return every rank's value, in rank order, as JSON reads it: a tuple becomes a list."""
+        return list(map(json.loads, self._gather_bytes(json.dumps(value).encode())))
 
     def collect(self, arrays: Mapping[str, NDArray[Any]]) -> list[dict[str, NDArray[Any]]]:
         """Return every rank's arrays by name, in rank order, on rank 0; return [] on the others."""
@@ -93,16 +91,14 @@ class DistributedContext:
             return [dict(arrays)]
         forms = {name: (array.dtype.str, array.shape) for name, array in arrays.items()}
         data = b"".join(array.tobytes() for array in arrays.values())
-        texts = self.gather(json.dumps(forms))
-        return [
-            _arrays_in(json.loads(text), bytearray(part))
-            for text, part in zip(texts, self._gather_bytes(data, to_all=False))
-        ]
+        parts = self._gather_bytes(data, to_all=False)
+        return [_arrays_in(*each) for each in zip(self.gather(forms), map(bytearray, parts))]
 
-    def _gather_bytes(self, data: str | bytes, to_all: bool = True) -> list[bytes]:
+    def _gather_bytes(self, data: bytes, to_all: bool = True) -> list[bytes]:
         """Return every rank's bytes in rank order, on all ranks or on rank 0 alone."""
         # torch's collectives of objects unpickle what comes, which runs the sender's code.
-        data = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
+        if self.size == 1:
+            return [data]
         sizes = [int(size) for (size,) in self.gather_numbers([len(data)])]
         padded = bytearray(data.ljust(max(1, *sizes), b"\0"))
         mine = torch.frombuffer(padded, dtype=torch.uint8).to(self.device)
@@ -115,10 +111,12 @@ class DistributedContext:
 
     def print_all(self, lines: list[str]) -> None:
         """Print the lines of all ranks on rank 0, each line once (collective)."""
-        texts = self.gather("\n".join(lines))
-        if self.rank == 0:
-            for line in dict.fromkeys(line for text in texts for line in text.splitlines()):
-                print(line, flush=True)
+        self.print_once(*dict.fromkeys(line for each in self.gather(lines) for line in each))
+
+    def print_once(self, *lines: str) -> None:
+        """Print the lines on rank 0 alone."""
+        if self.rank == 0 and lines:
+            print(*lines, sep="\n", flush=True)
 
 
 def _arrays_in(forms: Mapping[str, tuple[str, Sequence[int]]], data: bytearray) -> Any:

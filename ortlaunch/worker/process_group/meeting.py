@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import threading
@@ -45,25 +44,25 @@ def _place(group: DistributedContext, hub: socket.socket | None) -> dict[str, ob
     Rank 0 prints the error if it cannot bind the socket.
     """
     hosts = group.gather(socket.gethostname())
-    told = ""
+    place: dict[str, object] | None = None
     error = ""
     if group.rank == 0 and hub is not None:
         try:
             hub.bind((_address(group, hosts), 0))
             address, port = hub.getsockname()
-            told = json.dumps(
-                {"address": address, "port": port, "host": hosts[0], "key": os.urandom(16).hex()}
-            )
+            # The key identifies this run's datagrams.
+            place = {
+                "address": address, "port": port, "host": hosts[0], "key": os.urandom(16).hex()
+            }  # fmt: skip
         except (OSError, LaunchError) as reason:
             error = str(reason)
-    # Rank 0's text for all ranks. The key identifies this run's datagrams.
-    told = group.gather(told)[0]
     if error:
         print(
             f"no heartbeats between ranks, stalls are detected for each rank separately: {error}",
             flush=True,
         )
-    return json.loads(told) if told else None
+    of_rank_0: dict[str, object] | None = group.gather(place)[0]
+    return of_rank_0
 
 
 def _address(group: DistributedContext, hosts: list[str]) -> str:

@@ -5,7 +5,6 @@ Orders are in the run folder, and rank 0 writes results there, one JSON line eac
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Iterator
@@ -74,7 +73,7 @@ def _live(session: Session) -> None:
         else:
             found = life.turn(order["steps"])
         # Gathered, so that rank 0 reports an order only after all ranks have executed it.
-        memory = [int(text) for text in group.gather(str(engine.memory.peak()))]
+        memory = group.gather(engine.memory.peak())
         _write(
             folder, group, {"order": order["number"], "waited": waited, "memory": memory, **found}
         )
@@ -177,7 +176,7 @@ def parity(session: Session) -> Json:
     # An engine may raise any exception: this is a verdict, too.
     except Exception as error:
         mine = {"verdict": "not compared", "why": f"{type(error).__name__}: {error}"}
-    verdicts = [json.loads(text) for text in session.group.gather(json.dumps(mine))]
+    verdicts = session.group.gather(mine)
     return max(verdicts, key=_badness)
 
 
@@ -197,7 +196,7 @@ def loss_from_highest(session: Session) -> dict[str, float]:
             exact = float(loss_in((engine.plain if engine.own_precision else module)(**batch)))
     module.train()
     mine = abs(ours - exact) / max(abs(exact), LEAST_LOSS)
-    return {"loss_from_highest": max(map(float, session.group.gather(str(mine))))}
+    return {"loss_from_highest": max(session.group.gather(mine))}
 
 
 def _badness(verdict: Json) -> float:

@@ -6,7 +6,6 @@ links of each host to its neighbours are measured, too.
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -78,8 +77,8 @@ def _links(group: DistributedContext, firsts: list[int]) -> list[dict[str, float
         )
         group.barrier()
         told = _link(group, firsts[mine[0]], firsts[mine[1]]) if mine else None
-        texts = group.gather(json.dumps(told))
-        found += [{"hosts": list(pair), **json.loads(texts[firsts[pair[0]]])} for pair in together]
+        measured = group.gather(told)
+        found += [{"hosts": list(pair), **measured[firsts[pair[0]]]} for pair in together]
     return found
 
 

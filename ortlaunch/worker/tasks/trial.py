@@ -6,8 +6,6 @@ A rank that runs out of memory ends like any other rank that fails. The control 
 
 from __future__ import annotations
 
-import json
-
 from ortlaunch.errors import EngineError
 from ortlaunch.run_folder.folder import write_json
 from ortlaunch.worker.engine.memory_limits import RankLimits
@@ -40,7 +38,7 @@ def run(session: Session) -> None:
     share, limit = limits.tightest()
     used = {"share": share, "taken": limit.taken(), "free": limit.free}
     mine = {**used, "limit": limit.name, "limit_bytes": limit.size, "rank": group.rank}
-    ranks = [json.loads(text) for text in group.gather(json.dumps(mine))]
+    ranks = group.gather(mine)
     if group.rank == 0:
         # The rank with the least memory left decides.
         write_json(session.run.trial, max(ranks, key=lambda rank: float(rank["share"])))

@@ -68,9 +68,10 @@ class BadSteps:
             ):
                 line.places = [line.places[0], seen] if line.places[0] < seen else None
                 changed = True
-                if session.group.rank == 0:
-                    print(f"the samples that step {line.step} was rolled back for are no longer "
-                        "left out: the order of samples has changed", flush=True)  # fmt: skip
+                session.group.print_once(
+                    f"the samples that step {line.step} was rolled back for are no longer left "
+                    "out: the order of samples has changed"
+                )
             # Skipped steps need no more: the checkpoint has their count.
             if line.action == "rollback":
                 self._leave_out(line)

@@ -86,11 +86,9 @@ def require_metrics(session: Session) -> None:
             )
         # The user's metric may need more samples than these few.
         except HookError as error:
-            if session.group.rank == 0:
-                print(
-                    f"train.metric cannot be tested before step 1: {first_line(error)}",
-                    flush=True,
-                )
+            session.group.print_once(
+                f"train.metric cannot be tested before step 1: {first_line(error)}"
+            )
             return
     if found is not None and (wrong := without(recipe, found)):
         raise InputError("\n".join(wrong))
@@ -152,11 +150,10 @@ def remembered(session: Session, memory: Memory) -> Memory:
     # Rank 0's answer counts: hosts may see a shared file system in different states.
     if step is not None and not session.group.gather_numbers([here])[0][0]:
         del kept[KEEP]
-        if session.group.rank == 0:
-            print(
-                f"checkpoint.keep_best: that of step {step} is not in this run folder; the best "
-                "is determined from now on"
-            )
+        session.group.print_once(
+            f"checkpoint.keep_best: that of step {step} is not in this run folder; the best "
+            "is determined from now on"
+        )
     return kept
 
 

@@ -89,11 +89,9 @@ def export_unsaved(session: Session, error: LastSaveError) -> NoReturn:
     Raises:
         CheckpointError: always, because there is no checkpoint to continue from.
     """
-    if session.group.rank == 0:
-        print(
-            f"NOT SAVED: {error}; the export is written (checkpoint.on_failure: continue)",
-            flush=True,
-        )
+    session.group.print_once(
+        f"NOT SAVED: {error}; the export is written (checkpoint.on_failure: continue)"
+    )
     _export(session)
     raise CheckpointError(
         f"{error}\nThe export of the last step is whole: {session.run.export}"

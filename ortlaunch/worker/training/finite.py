@@ -6,7 +6,6 @@ gradients.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -42,8 +41,8 @@ def bad_losses(group: DistributedContext, losses: Sequence[torch.Tensor]) -> lis
         (place, loss) for place, loss in enumerate(map(float, losses)) if not math.isfinite(loss)
     ]
     # Python's JSON also reads and writes nan and inf.
-    texts = group.gather(json.dumps(mine))
-    return [BadLoss(rank, *found) for rank, text in enumerate(texts) for found in json.loads(text)]
+    of_ranks = group.gather(mine)
+    return [BadLoss(rank, *found) for rank, losses in enumerate(of_ranks) for found in losses]
 
 
 def bad_loss(step: int, found: BadLoss, samples: list[int]) -> str:
@@ -173,7 +172,7 @@ def _first(group: DistributedContext, gradients: Named) -> str | None:
     """Return the first bad parameter in the model's order on any rank (collective)."""
     # With sharded gradients, each rank has only a part of them.
     mine = next(_bad(gradients), None)
-    found = [tuple(json.loads(text)) for text in group.gather(json.dumps(mine)) if text != "null"]
+    found = [each for each in group.gather(mine) if each is not None]
     return str(min(found)[1]) if found else None
 
 

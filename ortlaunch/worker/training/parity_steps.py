@@ -22,7 +22,6 @@ from ortlaunch.worker.engine.comparison import compare_evaluation, compare_with_
 from ortlaunch.worker.engine.differences import Comparison, Difference
 from ortlaunch.worker.engine.engine import TrainingEngine
 from ortlaunch.worker.model.precision import narrow_dtype_of
-from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.session import Session
 
 Record = Json
@@ -74,7 +73,7 @@ class ParitySteps:
         if step >= self.end:
             return
         began = time.perf_counter()
-        records = [json.loads(text) for text in self.group.gather(json.dumps(self.compared(step)))]
+        records = self.group.gather(self.compared(step))
         failed = next((record for record in records if "error" in record), None)
         # An automatic comparison that fails does not end the run.
         if failed and self.why:
@@ -99,17 +98,17 @@ class ParitySteps:
             line = f"parity, step {record['step']}: not judged: {record['not_judged']}"
         else:
             line = self._automatic(record) if self.why else _line(record)
-        _print_once(self.group, line)
+        self.group.print_once(line)
         if step + 1 == self.end:
             self._release()
             if not self.why:
-                _print_once(self.group, self._verdict())
+                self.group.print_once(self._verdict())
 
     def _leave_out(self, why: str) -> None:
         self.end = 0
         self._release()
         self.engine.record.parity = Parity("not compared", why)
-        _print_once(self.group, f"parity: not compared: {why}")
+        self.group.print_once(f"parity: not compared: {why}")
 
     def _release(self) -> None:
         """Free the graphs of the comparison, which training does not use."""
@@ -368,8 +367,3 @@ def _records_until(run: RunDir, step: int) -> list[Record]:
         return []
     records = [json.loads(line) for line in run.parity.read_text(encoding="utf-8").splitlines()]
     return [record for record in records if record["step"] <= step]
-
-
-def _print_once(group: DistributedContext, text: str) -> None:
-    if group.rank == 0:
-        print(text, flush=True)

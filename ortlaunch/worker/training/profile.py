@@ -66,12 +66,11 @@ class StepProfiler:
         end = session.recipe.train.steps if session.group.device.type == "cpu" else 0
         first, last = session.recipe.log.profile_steps or (0, 0)
         self.steps = range(max(first, step), min(last, end) + 1)
-        if first and not self.steps and session.group.rank == 0:
-            print(
+        if first and not self.steps:
+            session.group.print_once(
                 f"log.profile_steps: no step is profiled: the profile is of steps {first} to "
                 f"{last} on cpu, and this run has steps {step} to {session.recipe.train.steps} on "
-                f"{session.group.device.type}",
-                flush=True,
+                f"{session.group.device.type}"
             )
         # By whether the step was profiled, and by its number.
         self._seconds: dict[bool, dict[int, float]] = {True: {}, False: {}}
@@ -105,9 +104,10 @@ class StepProfiler:
         if self.steps and self._seconds[True]:
             with self.session.progress.during("writing the profile"):
                 self._write(self.session)
-        elif self.steps and self.session.group.rank == 0:
-            first = self.steps[0]
-            print(f"log.profile_steps: the training ended before step {first}", flush=True)
+        elif self.steps:
+            self.session.group.print_once(
+                f"log.profile_steps: the training ended before step {self.steps[0]}"
+            )
         self.steps = range(0)
 
     @contextlib.contextmanager
@@ -163,7 +163,7 @@ class StepProfiler:
             kind: sum(cost["share"] for cost in found if cost["kind"] == kind) for kind in KINDS
         }
         # A collective takes longest on the rank that waits most for the others.
-        least = min(map(float, session.group.gather(str(kinds[COMMUNICATION]))))
+        least = min(session.group.gather(kinds[COMMUNICATION]))
         kinds |= {COMMUNICATION: least, WAITING: kinds[COMMUNICATION] - least}
         if session.group.rank > 0:
             return

@@ -97,7 +97,7 @@ def test_the_newest_whole_one_is_found(tmp_path: Path) -> None:
 def test_all_ranks_take_the_one_that_rank_0_sees(tmp_path: Path) -> None:
     """All ranks use the checkpoint that rank 0 sees, also if a shared disk shows an older one."""
     run = RunDir(tmp_path)
-    other: Any = SimpleNamespace(gather=lambda mine: ["4 step_00000004", mine])
+    other: Any = SimpleNamespace(gather=lambda mine: [[4, "step_00000004"], mine])
     assert checkpoint.newest_of_all(run, other) == (4, run.checkpoint(4))
     save(run, 2)
     assert checkpoint.newest_of_all(run, other) == (4, run.checkpoint(4))

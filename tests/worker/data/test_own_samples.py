@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import sys
 from pathlib import Path
@@ -124,8 +123,8 @@ class Ranks:
     def __init__(self, other: object) -> None:
         self.other = other
 
-    def gather(self, value: str) -> list[str]:
-        return [value, json.dumps(self.other)]
+    def gather(self, value: object) -> list[object]:
+        return [value, self.other]
 
 
 def test_ranks_with_other_data_do_not_train() -> None:

@@ -74,7 +74,7 @@ def test_parameters_that_no_rank_uses_are_found() -> None:
     """Of DeepSpeed's engine, too: a parameter that another rank's loss uses is used."""
     model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2), "c": nn.Linear(2, 2)})
     model["c"].bias.requires_grad_(False)
-    group: Any = SimpleNamespace(gather=lambda text: [text, "b.weight"])
+    group: Any = SimpleNamespace(gather=lambda names: [names, ["b.weight"]])
     used = UsedParameters(model, group)
     for _ in range(2):
         model["a"](torch.ones(1, 2)).sum().backward()

@@ -66,10 +66,10 @@ class Told(Line):
 
 
 class Ranks(test_evaluation.Ranks):
-    """A group whose ranks also exchange texts and other objects."""
+    """A group whose ranks also exchange other values."""
 
-    def gather(self, mine: str) -> list[Any]:
-        return self.gather_numbers(mine)  # type: ignore[arg-type]
+    def gather(self, mine: Any) -> list[Any]:
+        return self.gather_numbers(mine)
 
     def collect(self, mine: Any) -> list[Any]:
         found = self.gather(mine)
@@ -106,7 +106,7 @@ def test_rows_of_many_lengths() -> None:
             {"found": torch.ones(2)},
             {"y": torch.zeros(2), "x": torch.ones(2, length)},
         )
-    group: Any = SimpleNamespace(rank=0, collect=lambda mine: [mine], gather=lambda text: [text])
+    group: Any = SimpleNamespace(rank=0, collect=lambda mine: [mine], gather=lambda mine: [mine])
     assert metric.read(group, {}) == {"median": 1.0, "last": 1.0}
     assert [len(row) for row in SEEN[-1][1]["x"]] == [3, 3, 4, 4]
 

@@ -28,10 +28,10 @@ def exact_match(outputs: dict[str, Any], batch: dict[str, Any]) -> dict[str, flo
 
 
 class AnyRanks(Ranks):
-    """A group whose ranks also exchange texts and other objects."""
+    """A group whose ranks also exchange other values."""
 
-    def gather(self, mine: str) -> list[Any]:
-        return self.gather_numbers(mine)  # type: ignore[arg-type]
+    def gather(self, mine: Any) -> list[Any]:
+        return self.gather_numbers(mine)
 
     def collect(self, mine: Any) -> list[Any]:
         found = self.gather(mine)

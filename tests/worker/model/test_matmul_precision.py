@@ -244,7 +244,7 @@ def test_a_bench_measures_what_it_does_to_the_loss(word: str, found: dict[str, f
         uncounted=lambda compiled: nullcontext(),
     )
     # The other rank has the larger difference; this one has 0.25.
-    group = SimpleNamespace(rank=0, gather=lambda text: [text, "0.5"])
+    group = SimpleNamespace(rank=0, gather=lambda mine: [mine, 0.5])
     made = recipe(engine={"name": "eager", "matmul_precision": word})
     batches = SimpleNamespace(micro_batch=lambda step, accumulation, rank: {"x": torch.ones(2)})
     session: Any = SimpleNamespace(engine=engine, group=group, recipe=made, batches=batches)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import types
 from pathlib import Path
 from typing import Any
@@ -117,8 +116,8 @@ class Two:
     def __init__(self, other: dict[str, Any]) -> None:
         self.other = other
 
-    def gather(self, mine: str) -> list[str]:
-        return [mine, json.dumps(self.other)]
+    def gather(self, mine: object) -> list[object]:
+        return [mine, self.other]
 
 
 def test_ranks_count_by_their_weights() -> None:

@@ -82,7 +82,7 @@ class Gathered(distributed.DistributedContext):
         super().__init__(Rank(1, len(others) + 1, 1, len(others) + 1), torch.device("cpu"))
         self.others = others
 
-    def gather(self, value: str) -> list[str]:
+    def gather(self, value: object) -> list[object]:
         return (
             [self.others[0], value, *self.others[1:]]
             if self.others[0] != "same"

@@ -52,7 +52,7 @@ def engine(factor: float = 1.0) -> Any:
 def group(*others: dict[str, Any]) -> Any:
     """Return the group of rank 0, with the messages of the other ranks."""
     return SimpleNamespace(
-        rank=0, size=1 + len(others), gather=lambda text: [text, *map(json.dumps, others)]
+        rank=0, size=1 + len(others), gather=lambda mine: [mine, *others], print_once=print
     )
 
 
@@ -194,7 +194,7 @@ def test_a_comparison_that_raises_reaches_every_rank(tmp_path: Path) -> None:
     """A failed pass is sent to the other ranks before it ends the run."""
     sent = []
     ranks = SimpleNamespace(
-        rank=0, size=1, gather=lambda text: sent.append(json.loads(text)) or [text]
+        rank=0, size=1, gather=lambda mine: sent.append(mine) or [mine], print_once=print
     )
     compared = steps(RunDir(tmp_path), ranks=ranks)
     # Shapes that do not fit.
