@@ -12,7 +12,8 @@ import contextlib
 import os
 import signal
 import socket
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -184,6 +185,16 @@ def _began(pid: int) -> str | None:
     if stat is None or stat.has_ended:
         return None
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {stat.started}"
+
+
+def wait_until(is_reached: Callable[[], object], seconds: float) -> bool:
+    """Wait until a call returns a true value; return whether one did within these seconds."""
+    deadline = time.monotonic() + seconds
+    while not is_reached():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def heeded(numbers: Iterable[int]) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from ortlaunch.bench.variants import Variant
 from ortlaunch.json_types import Json
 from ortlaunch.launch import JobState, backend
 from ortlaunch.launch.failure import explain_end
+from ortlaunch.process import wait_until
 from ortlaunch.resolve.prepare import write_run
 from ortlaunch.run_folder.folder import RunDir, write_json
 
@@ -121,9 +122,7 @@ class VariantJob:
             return
         write_json(self.run.order, {"number": self._number + 1, "do": "leave"})
         launcher = backend(self.variant.resolved.plan.launcher)
-        deadline = time.monotonic() + _LEAVE_SECONDS
-        while launcher.state(self._job) is JobState.RUNNING and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)
+        wait_until(lambda: launcher.state(self._job) is not JobState.RUNNING, _LEAVE_SECONDS)
         self.cancel()
 
     def cancel(self) -> None:

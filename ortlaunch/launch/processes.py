@@ -33,6 +33,7 @@ from ortlaunch.process import (
     heeded,
     process_space,
     stopped_family,
+    wait_until,
 )
 from ortlaunch.rank import GRACE_SECONDS, LAUNCHER_VARIABLE
 from ortlaunch.run_folder.folder import COUNTED_BYTES, RunDir, is_full
@@ -272,7 +273,7 @@ def _end_command(command: Process) -> None:
     command.send(signal.SIGTERM)
     # A process that is suspended by SIGSTOP handles SIGTERM only after SIGCONT.
     command.send(signal.SIGCONT)
-    if gone_within(GRACE_SECONDS + 2 * _MORE_SECONDS, command.lives):
+    if wait_until(lambda: not command.lives(), GRACE_SECONDS + 2 * _MORE_SECONDS):
         return
     # Collected before the kill: afterwards the descendants have another parent.
     family = [command, *(Process.of(pid) for pid in descendants_of(command.pid))]
@@ -282,22 +283,12 @@ def _end_command(command: Process) -> None:
 
     command.send(signal.SIGKILL)
     # The launcher and the ranks end with the command.
-    if gone_within(GRACE_SECONDS + _MORE_SECONDS, left):
+    if wait_until(lambda: not left(), GRACE_SECONDS + _MORE_SECONDS):
         return
     for one in family:
         one.send(signal.SIGKILL)
-    if not gone_within(KILLED_SECONDS, left):
+    if not wait_until(lambda: not left(), KILLED_SECONDS):
         raise LaunchError(f"SIGKILL did not end process {', '.join(left())}")
-
-
-def gone_within(seconds: float, left: Callable[[], object]) -> bool:
-    """Wait until `left` returns nothing; return whether that took no longer than `seconds`."""
-    deadline = time.monotonic() + seconds
-    while left():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 @contextlib.contextmanager

@@ -7,13 +7,13 @@ import signal
 from ortlaunch.errors import InputError, LaunchError
 from ortlaunch.launch import JobState, backend
 from ortlaunch.launch.orphans import send
-from ortlaunch.launch.processes import KILLED_SECONDS, gone_within
+from ortlaunch.launch.processes import KILLED_SECONDS
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.launchers import LAUNCHERS
 from ortlaunch.other_runs.queued import cancel as cancel_queued
 from ortlaunch.other_runs.queued import is_queued
 from ortlaunch.other_runs.status import Status, elsewhere, read_status
-from ortlaunch.process import Process
+from ortlaunch.process import Process, wait_until
 from ortlaunch.rank import GRACE_SECONDS
 from ortlaunch.run_folder import lock
 from ortlaunch.run_folder.folder import RunDir, write_text
@@ -69,12 +69,12 @@ def _refuse(run: RunDir, status: Status) -> None:
 
 def _end_rest(run: RunDir, command: Process) -> int:
     """Wait for the ranks, which end with their command; kill the others and return their number."""
-    if gone_within(GRACE_SECONDS + _MORE_SECONDS, lambda: _left(run, command)):
+    if wait_until(lambda: not _left(run, command), GRACE_SECONDS + _MORE_SECONDS):
         return 0
     left = _left(run, command)
     for pid in left:
         send(pid, signal.SIGKILL)
-    if not gone_within(KILLED_SECONDS, lambda: _left(run, command)):
+    if not wait_until(lambda: not _left(run, command), KILLED_SECONDS):
         raise LaunchError(
             f"{run}: SIGKILL did not end process {', '.join(map(str, _left(run, command)))}"
         )

@@ -7,7 +7,6 @@ because a rank cannot start jobs.
 from __future__ import annotations
 
 import os
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -18,6 +17,7 @@ from ortlaunch.launch import JobState, Request
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.launch_plan import Plan
 from ortlaunch.other_runs import registry
+from ortlaunch.process import wait_until
 from ortlaunch.rank import JOB_VARIABLE
 from ortlaunch.resolve.prepare import prepare, request_of
 from ortlaunch.resolve.resolve import ResolvedRun
@@ -62,14 +62,11 @@ def follow(mark: Path, run: RunDir) -> NoReturn:
     seconds = _JOIN_SECONDS + patience_seconds()
     if os.environ.get(JOB_VARIABLE, "").startswith("kubernetes:"):
         seconds = _POD_SECONDS
-    deadline = time.monotonic() + seconds
-    while not mark.exists():
-        if time.monotonic() > deadline:
-            raise LaunchError(
-                f"rank 0 did not prepare {run} within {seconds:g} s; "
-                "is it on a disk that all hosts share?"
-            )
-        time.sleep(0.05)
+    if not wait_until(mark.exists, seconds):
+        raise LaunchError(
+            f"rank 0 did not prepare {run} within {seconds:g} s; "
+            "is it on a disk that all hosts share?"
+        )
     # The program is this host's: other hosts may have it in another folder.
     plan = replace(Plan.read(run.plan), argv=start.command("ortlaunch.worker"))
     _become_worker(request_of(plan, run))

@@ -13,7 +13,6 @@ import itertools
 import multiprocessing.queues
 import os
 import signal
-import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +24,7 @@ from torch.utils.data import Dataset
 
 from ortlaunch.die_with_parent import die_with_parent
 from ortlaunch.errors import DataWorkerError, HookError, InputError, OrtlaunchError, first_line
+from ortlaunch.process import wait_until
 from ortlaunch.recipe.fields.data import BATCHES_EACH_WORKER
 from ortlaunch.worker.supervision.child import PASSED_ON
 
@@ -203,9 +203,7 @@ def _by_processes(read: Read, ahead: Iterator[Places], reader: Reader) -> Iterat
 def _end_of(workers: Sequence[BaseProcess], receiver: int) -> str:
     """Return how a worker process ended, or failed to hand over a batch; "" if none did."""
     # Its connection may be closed before it has ended.
-    deadline = time.monotonic() + _END_SECONDS
-    while not any(worker.exitcode for worker in workers) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(lambda: any(worker.exitcode for worker in workers), _END_SECONDS)
     # A worker writes its error before it ends.
     with contextlib.suppress(BlockingIOError):
         if text := os.read(receiver, _ERROR_BYTES):

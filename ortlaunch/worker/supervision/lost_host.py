@@ -17,6 +17,7 @@ import socket
 import time
 from collections.abc import Iterable, Mapping
 
+from ortlaunch.process import wait_until
 from ortlaunch.run_folder.lost import Lost
 from ortlaunch.worker.supervision.interface import has_link, interface_with, source_address
 from ortlaunch.worker.supervision.stall_rules import Beat
@@ -119,8 +120,6 @@ def end_launcher() -> None:
     parent = os.getppid()
     # First SIGTERM, which lets the launcher clean up, then SIGKILL.
     for number in (signal.SIGTERM, signal.SIGKILL):
-        deadline = time.monotonic() + _LAUNCHER_SECONDS
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(parent, number)
-        while os.getppid() == parent and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_until(lambda: os.getppid() != parent, _LAUNCHER_SECONDS)

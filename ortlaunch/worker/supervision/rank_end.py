@@ -18,6 +18,7 @@ from ortlaunch.cause import Cause
 from ortlaunch.errors import printable
 from ortlaunch.json_types import Json
 from ortlaunch.launch_plan import Plan
+from ortlaunch.process import wait_until
 from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.run_folder.lost import EXIT_STATUS as LOST_STATUS
@@ -228,9 +229,6 @@ def _record_account(account: Account, child: Child) -> None:
 
 def _cause_is_printed(run: RunDir, child: Child) -> bool:
     """Return whether another rank prints the cause, or a launcher ends this one, within seconds."""
-    deadline = time.monotonic() + _CAUSE_SECONDS
-    while child.first_signal is None and not run.failure_printed.exists():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
+    return wait_until(
+        lambda: child.first_signal is not None or run.failure_printed.exists(), _CAUSE_SECONDS
+    )

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 
 from ortlaunch.cause import Cause
 from ortlaunch.launch_plan import Plan
-from ortlaunch.process import read_stat
+from ortlaunch.process import read_stat, wait_until
 from ortlaunch.rank import Rank
 from ortlaunch.run_folder.folder import RunDir, write_json, write_text
 from ortlaunch.run_folder.lines import append_line
@@ -192,9 +192,7 @@ class Watchdog:
         child.send(signal.SIGQUIT)
         # A stopped process cannot print anything.
         child.send(signal.SIGCONT)
-        deadline = time.monotonic() + _STACK_SECONDS
-        while not self._shown() and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_until(self._shown, _STACK_SECONDS)
         # The file grows while faulthandler writes it.
         time.sleep(0.05)
         self.exchange.send_stacks(self._shown() + text or "it has no stack trace\n")
