@@ -3,24 +3,21 @@
 The input is the recipe alone, with the config.json of a pretrained model if it is on this host.
 Weights, gradients and optimizer state are exact: tests/worker/engine/test_memory_use_ranks.py
 compares them with the live tensors of two ranks. Activations (activations.py) and overhead are
-estimates. BERT and decoders like Llama are counted here, further families in model_sizes.py. For
-other models the result is None; the worker measures them in the run.
+estimates. For models whose family is not in model_sizes.py the result is None; the worker measures
+them in the run.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 from ortlaunch.json_types import Json
 from ortlaunch.launch_plan import USUAL_PROCESS, Bytes, Memory, ProcessMemory
-from ortlaunch.model_tasks import MODEL_TASKS
 from ortlaunch.planning.activations import activation_bytes, sample_tokens
 from ortlaunch.planning.loss_chunks import chunked
-from ortlaunch.planning.model_sizes import SHAPES, shape_of
+from ortlaunch.planning.model_sizes import SHAPES, Shape, shape_of
 from ortlaunch.planning.startup import at_start, on_host, state_bytes
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.data import TokenizerTraining
-from ortlaunch.recipe.fields.families import DECODERS, FAMILIES, SIZES, complete, sized
+from ortlaunch.recipe.fields.families import DECODERS, SIZES, complete, sized
 from ortlaunch.recipe.fields.model import Lora
 from ortlaunch.recipe.fields.pretrained import config_of
 from ortlaunch.recipe.inputs import padded_vocabulary
@@ -77,63 +74,6 @@ def full_config(recipe: Recipe) -> Json | None:
     return filled or sized(given)
 
 
-def tensor_sizes(config: Json, task: str) -> list[int]:
-    """Return the number of elements of each parameter of a model with the head of `task`.
-
-    Tied weights are counted once.
-    """
-    if config["model_type"] in SHAPES:
-        return shape_of(config, task).tensors()
-    return _bert(config, task) if config["model_type"] == "bert" else _llama(config, task)
-
-
-def _bert(c: Json, task: str) -> list[int]:
-    h = c["hidden_size"]
-    i = c["intermediate_size"]
-    vocab = c["vocab_size"]
-    embeddings = [vocab * h, c["max_position_embeddings"] * h, c["type_vocab_size"] * h, h, h]
-    # Four projections of attention, two of the feed-forward part, two norms; all with biases.
-    layer = [*[h * h, h] * 4, h * i, i, i * h, h, *[h] * 4]
-    pooler = [h * h, h]
-    words = [
-        h * h,
-        h,
-        h,
-        h,
-        vocab,
-        *([] if c.get("tie_word_embeddings", True) else [vocab * h, vocab]),
-    ]
-    traits = MODEL_TASKS[task]
-    labels = _labels(c, task)
-    head = [*(pooler if traits.pools else []), *(words if traits.predicts else [])]
-    head += [*([2 * h, 2] if traits.pairs else []), *([labels * h, labels] if traits.label else [])]
-    return [*embeddings, *layer * c["num_hidden_layers"], *head]
-
-
-def _labels(c: dict[str, Any], task: str) -> int:
-    """Return the number of outputs of a head for labels."""
-    return 1 if MODEL_TASKS[task].label == "number" else int(c.get("num_labels", 2))
-
-
-def _llama(c: Json, task: str) -> list[int]:
-    h = c["hidden_size"]
-    i = c["intermediate_size"]
-    vocab = c["vocab_size"]
-    heads = c["num_attention_heads"]
-    kv = c["num_key_value_heads"] or c["num_attention_heads"]
-    width = c["head_dim"] or h // heads
-    attention = [h * heads * width, h * kv * width, h * kv * width, heads * width * h]
-    attention += [heads * width, kv * width, kv * width, h] if c["attention_bias"] else []
-    mlp = [h * i, h * i, i * h, *([i, i, h] if c["mlp_bias"] else [])]
-    head = [] if c.get("tie_word_embeddings", False) else [vocab * h]
-    if label := MODEL_TASKS[task].label:
-        labels = _labels(c, task)
-        head = [labels * h, *([labels] if label == "word" else [])]
-    own = DECODERS[c["model_type"]]
-    norms = [h] * (2 + own.norms) + [width, width] * own.head_norms
-    return [vocab * h, *[*attention, *mlp, *norms] * c["num_hidden_layers"], h, *head]
-
-
 def estimate(
     recipe: Recipe,
     micro_samples: int,
@@ -159,9 +99,10 @@ def estimate(
     ):
         return None
     compares = compared_steps(recipe, config["model_type"]).steps
-    tensors = trained = tensor_sizes(config, recipe.model.task)
+    shape = shape_of(config, recipe.model.task)
+    tensors = trained = shape.tensors()
     if recipe.model.lora:
-        adapters = _lora_tensors(recipe.model.lora, config, recipe.model.task)
+        adapters = _lora_tensors(recipe.model.lora, shape)
         if adapters is None:
             return None
         tensors = [*tensors, *adapters]
@@ -282,7 +223,7 @@ def why_unknown(recipe: Recipe) -> str:
             f"config.json{f' --revision {revision}' if revision else ''}"
         )
     kind = {**known, **(model.config or {})}.get("model_type")
-    if kind not in (*FAMILIES, *DECODERS, *SHAPES):
+    if kind not in SHAPES:
         return (
             f"models of type {kind} have no estimate; a training records its memory in memory.json"
         )
@@ -381,47 +322,10 @@ def _setting(recipe: Recipe, name: str, default: float) -> float:
     return value if isinstance(value, (int, float)) else default
 
 
-def _lora_tensors(lora: Lora, c: Json, task: str) -> list[int] | None:
+def _lora_tensors(lora: Lora, shape: Shape) -> list[int] | None:
     """Return the number of elements of each matrix of the adapters; None: an unknown target."""
     if lora.target_parameters or lora.modules_to_save:
         return None
-    if c["model_type"] in SHAPES:
-        linear = shape_of(c, task).linear(lora.target_modules)
-        return None if linear is None else [lora.r * side for pair in linear for side in pair]
-    h = c["hidden_size"]
-    i = c["intermediate_size"]
-    heads = c["num_attention_heads"]
-    width = (c.get("head_dim") or h // heads) * heads
-    narrow = width // heads * (c.get("num_key_value_heads") or heads)
-    llama = {
-        "q_proj": (h, width), "k_proj": (h, narrow), "v_proj": (h, narrow), "o_proj": (width, h),
-        "gate_proj": (h, i), "up_proj": (h, i), "down_proj": (i, h),
-    }  # fmt: skip
-    if c["model_type"] == "phi3":
-        llama = {
-            "qkv_proj": (h, width + 2 * narrow), "o_proj": (width, h),
-            "gate_up_proj": (h, 2 * i), "down_proj": (i, h),
-        }  # fmt: skip
-    shapes = (
-        llama if c["model_type"] != "bert" else {"query": (h, h), "key": (h, h), "value": (h, h)}
-    )
-    heads_of_bert: list[tuple[int, int]] = []
-    if "all-linear" in lora.target_modules:
-        names = sorted(shapes)
-        if c["model_type"] == "bert":
-            # BERT's other layers share the name `dense`.
-            names += ["dense", "intermediate", "output"]
-            shapes |= {"dense": (h, h), "intermediate": (h, i), "output": (i, h)}
-            # `all-linear` also adapts the pooler, the transform of the word head and the pair head;
-            # peft leaves out the layers that output labels or words.
-            traits = MODEL_TASKS[task]
-            heads_of_bert = [(h, h)] * (traits.pools + bool(traits.predicts)) + (
-                [(h, 2)] if traits.pairs else []
-            )
-    else:
-        names = sorted(set(lora.target_modules))
-        if not set(names) <= set(shapes):
-            return None
-    layers = [shapes[name] for name in names] * int(c["num_hidden_layers"])
+    linear = shape.linear(lora.target_modules)
     # Each adapter has two matrices, of r x input and output x r elements.
-    return [lora.r * side for pair in (*layers, *heads_of_bert) for side in pair]
+    return None if linear is None else [lora.r * side for pair in linear for side in pair]

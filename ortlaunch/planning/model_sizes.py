@@ -1,6 +1,7 @@
-"""Tensors of model families beside BERT and Llama, from the fields of their configs.
+"""Tensors of model families, from the fields of their configs.
 
-The config is one that `families.sized` returned. A test compares the counts with transformers.
+The config is one that `families.complete` or `families.sized` returned. A test compares the counts
+with transformers, and those of adapters with peft.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import NamedTuple
 
 from ortlaunch.json_types import Json
 from ortlaunch.model_tasks import MODEL_TASKS
+from ortlaunch.recipe.fields.families import DECODERS
 
 # Name, inputs and outputs of a linear layer.
 Linear = tuple[str, int, int]
@@ -28,6 +30,8 @@ class Shape(NamedTuple):
 
     layers: list[Layers]
     rest: list[int]
+    adapted: Sequence[Linear] = ()
+    """Linear layers of `rest` that an adapter of their name, or of all linear layers, reaches."""
 
     def tensors(self) -> list[int]:
         """Return the elements of each parameter."""
@@ -40,16 +44,10 @@ class Shape(NamedTuple):
 
     def linear(self, names: Sequence[str]) -> list[tuple[int, int]] | None:
         """Return inputs and outputs of the linear layers of these names; None: one is unknown."""
-        every = {name for each in self.layers for name, _, _ in each.linear}
-        wanted = every if "all-linear" in names else set(names)
-        if not wanted <= every:
-            return None
-        return [
-            (a, b)
-            for each in self.layers
-            for name, a, b in each.linear * each.number
-            if name in wanted
-        ]
+        every = [*self.adapted, *(one for each in self.layers for one in each.linear * each.number)]
+        known = {name for name, _, _ in every}
+        wanted = known if "all-linear" in names else set(names)
+        return [(a, b) for name, a, b in every if name in wanted] if wanted <= known else None
 
 
 def _classes(c: Json, task: str, width: int) -> list[int]:
@@ -66,13 +64,61 @@ def _encoder_layer(h: int, i: int, names: tuple[str, ...]) -> tuple[list[Linear]
     return linear, [*(b for _, _, b in linear), *[h] * 4]
 
 
+def _bert(c: Json, task: str) -> Shape:
+    h = c["hidden_size"]
+    traits = MODEL_TASKS[task]
+    names = ("query", "key", "value", "dense", "dense", "dense")
+    layer = Layers(c["num_hidden_layers"], *_encoder_layer(h, c["intermediate_size"], names))
+    heads = [("dense", h, h)] * (traits.pools + bool(traits.predicts))
+    heads += [("seq_relationship", h, 2)] * traits.pairs
+    rest = [c["vocab_size"] * h, c["max_position_embeddings"] * h, c["type_vocab_size"] * h, h, h]
+    rest += [size for _, a, b in heads for size in (a * b, b)]
+    if traits.predicts:
+        tied = c.get("tie_word_embeddings", True)
+        rest += [h, h, c["vocab_size"], *([] if tied else [c["vocab_size"] * h, c["vocab_size"]])]
+    return Shape([layer], [*rest, *_classes(c, task, h)], heads)
+
+
+def _llama(c: Json, task: str) -> Shape:
+    h = c["hidden_size"]
+    i = c["intermediate_size"]
+    heads = c["num_attention_heads"]
+    width = c["head_dim"] or h // heads
+    q = heads * width
+    kv = (c["num_key_value_heads"] or heads) * width
+    own = DECODERS[c["model_type"]]
+    linear = [
+        ("q_proj", h, q), ("k_proj", h, kv), ("v_proj", h, kv), ("o_proj", q, h),
+        ("gate_proj", h, i), ("up_proj", h, i), ("down_proj", i, h),
+    ]  # fmt: skip
+    if c["model_type"] == "phi3":
+        linear = [
+            ("qkv_proj", h, q + 2 * kv), ("o_proj", q, h), ("gate_up_proj", h, 2 * i),
+            ("down_proj", i, h),
+        ]  # fmt: skip
+    vectors = [h] * (2 + own.norms) + [width, width] * own.head_norms
+    vectors += [q, kv, kv, h] if c["attention_bias"] else []
+    vectors += [i, i, h] if c["mlp_bias"] else []
+    is_tied = c.get("tie_word_embeddings", False) or MODEL_TASKS[task].label
+    head = _last_classes(c, task, h) if is_tied else [c["vocab_size"] * h]
+    layer = Layers(c["num_hidden_layers"], linear, vectors)
+    return Shape([layer], [c["vocab_size"] * h, h, *head])
+
+
+def _last_classes(c: Json, task: str, width: int) -> list[int]:
+    """Return the tensors of a decoder's head for labels: a class of the last token has no bias."""
+    head = _classes(c, task, width)
+    return head[:1] if MODEL_TASKS[task].pools else head
+
+
 def _deberta(c: Json, task: str) -> Shape:
     h = c["hidden_size"]
     names = ("query_proj", "key_proj", "value_proj", "dense", "dense", "dense")
     layer = Layers(c["num_hidden_layers"], *_encoder_layer(h, c["intermediate_size"], names))
     # Of version 3: no absolute positions, one table of relative ones with a norm, shared projections.
     embeddings = [c["vocab_size"] * h, h, h, 2 * c["position_buckets"] * h, h, h]
-    return Shape([layer], [*embeddings, *_head(c, task, h, h)])
+    head = _head(c, task, h, h)
+    return Shape([layer], [*embeddings, *head], [("dense", h, h)] * (len(head) > 2))
 
 
 def _head(c: Json, task: str, h: int, e: int) -> list[int]:
@@ -99,7 +145,8 @@ def _modernbert(c: Json, task: str) -> Shape:
     # The first layer has one norm, the others two; norms of embeddings, of the end, of the head.
     rest = [c["vocab_size"] * h, h, h, h * h, h, *[h] * (count - 1)]
     words = [c["vocab_size"]] if MODEL_TASKS[task].predicts else []
-    return Shape([Layers(count, linear, [h])], [*rest, *words, *_classes(c, task, h)])
+    layers = [Layers(count, linear, [h])]
+    return Shape(layers, [*rest, *words, *_classes(c, task, h)], [("dense", h, h)])
 
 
 def _roberta(c: Json, task: str) -> Shape:
@@ -110,7 +157,9 @@ def _roberta(c: Json, task: str) -> Shape:
     layer = Layers(c["num_hidden_layers"], *_encoder_layer(h, c["intermediate_size"], names))
     tables = c["vocab_size"] + c["max_position_embeddings"] + c["type_vocab_size"]
     rest = [tables * e, e, e, *([] if e == h else [e * h, h])]
-    return Shape([layer], [*rest, *_head(c, task, h, e)])
+    adapted = [("embeddings_project", e, h)] * (e != h)
+    adapted += [("dense", h, e)] * bool(MODEL_TASKS[task].predicts)
+    return Shape([layer], [*rest, *_head(c, task, h, e)], adapted)
 
 
 def _distilbert(c: Json, task: str) -> Shape:
@@ -118,7 +167,8 @@ def _distilbert(c: Json, task: str) -> Shape:
     names = ("q_lin", "k_lin", "v_lin", "out_lin", "lin1", "lin2")
     layer = Layers(c["num_hidden_layers"], *_encoder_layer(h, c["intermediate_size"], names))
     rest = [(c["vocab_size"] + c["max_position_embeddings"]) * h, h, h]
-    return Shape([layer], [*rest, *_head(c, task, h, h)])
+    adapted = [("vocab_transform", h, h)] * bool(MODEL_TASKS[task].predicts)
+    return Shape([layer], [*rest, *_head(c, task, h, h)], adapted)
 
 
 def _gpt2(c: Json, task: str) -> Shape:
@@ -140,12 +190,7 @@ def _opt(c: Json, task: str) -> Shape:
 def _decoder(c: Json, task: str, layer: Layers, positions: int) -> Shape:
     """Return a decoder with learned positions, whose head has the weights of the embeddings."""
     h = c["hidden_size"]
-    head = _classes(c, task, h)
-    # A class of the last token has no bias.
-    return Shape(
-        [layer],
-        [(c["vocab_size"] + positions) * h, h, h, *(head[:1] if MODEL_TASKS[task].pools else head)],
-    )
+    return Shape([layer], [(c["vocab_size"] + positions) * h, h, h, *_last_classes(c, task, h)])
 
 
 def _vit(c: Json, task: str) -> Shape:
@@ -171,6 +216,8 @@ def _whisper(c: Json, task: str) -> Shape:
 
 # The function that returns a family's shape.
 SHAPES: dict[str, Callable[[Json, str], Shape]] = {
+    "bert": _bert,
+    **dict.fromkeys(DECODERS, _llama),
     "deberta-v2": _deberta,
     "distilbert": _distilbert,
     "electra": _roberta,
@@ -184,5 +231,5 @@ SHAPES: dict[str, Callable[[Json, str], Shape]] = {
 
 
 def shape_of(config: Json, task: str) -> Shape:
-    """Return the tensors of a config that `sized` returned, with the head of `task`."""
+    """Return the tensors of a model with the head of `task`; tied weights are counted once."""
     return SHAPES[config["model_type"]](config, task)

@@ -71,15 +71,15 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "run_folder.device_folder": (set(), set()),
     "planning": ({*GROUND, "recipe", "launch_plan", "planning"}, set()),
     "planning.memory": (
-        {"recipe", "json_types", "model_tasks", "launch_plan", "planning.activations", "planning.loss_chunks",
-         "planning.model_sizes", "planning.startup"}, set()
+        {"recipe", "json_types", "launch_plan", "planning.activations", "planning.loss_chunks", "planning.model_sizes",
+         "planning.startup"}, set()
     ),
     "planning.prediction": (
         {*GROUND, "cache", "recipe", "launch_plan", "run_folder"}, set()
     ),
     "planning.process_memory": ({"cache", "errors", "json_types", "launch_plan", "recipe", "run_folder"}, set()),
     "planning.startup": ({"recipe", "launch_plan"}, set()),
-    "planning.model_sizes": ({"json_types", "model_tasks"}, set()),
+    "planning.model_sizes": ({"json_types", "model_tasks", "recipe"}, set()),
     "planning.activations": ({"recipe", "json_types", "machine", "planning.loss_chunks"}, set()),
     "planning.loss_chunks": ({"recipe"}, set()),
     "launch": ({*GROUND, "launch_plan", "run_folder", "launch"}, set()),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -519,6 +520,10 @@ def _with_adapters(model: nn.Module, lora: Lora, task: str) -> nn.Module:
         import peft
     except ImportError:
         raise MissingDependency('model.lora needs peft: pip install "ortlaunch[lora]"') from None
+    traits = MODEL_TASKS[task]
+    saved = [*filter(None, [traits.new_head]), *lora.modules_to_save]
+    # peft's names of new heads. It saves all layers whose names end so, and fails for an adapter there.
+    whole = [*saved, *(("classifier", "score") if traits.peft else ())]
     config = peft.LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,
@@ -527,9 +532,9 @@ def _with_adapters(model: nn.Module, lora: Lora, task: str) -> nn.Module:
         if "all-linear" in lora.target_modules
         else list(lora.target_modules),
         target_parameters=list(lora.target_parameters) or None,
-        task_type=MODEL_TASKS[task].peft,
-        modules_to_save=[*filter(None, [MODEL_TASKS[task].new_head]), *lora.modules_to_save]
-        or None,
+        task_type=traits.peft,
+        modules_to_save=saved or None,
+        exclude_modules=f".*({'|'.join(map(re.escape, whole))})" if whole else None,
     )
     # peft 0.21 reads an attribute that transformers 5.23 renamed: the user cannot change that.
     warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)

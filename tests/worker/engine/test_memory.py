@@ -11,7 +11,8 @@ from torch import nn
 
 from ortlaunch.launch_plan import Bytes, Memory
 from ortlaunch.model_tasks import MODEL_TASKS
-from ortlaunch.planning.memory import estimate, full_config, tensor_sizes
+from ortlaunch.planning.memory import estimate, full_config
+from ortlaunch.planning.model_sizes import shape_of
 from ortlaunch.recipe import Recipe, load
 from ortlaunch.recipe.fields.families import complete
 from ortlaunch.recipe.inputs import padded_vocabulary
@@ -66,7 +67,7 @@ def parameters(model: nn.Module, trained: bool = False) -> int:
 def test_bert_has_transformers_count(task: str, fields: dict[str, Any]) -> None:
     """The count of BERT's parameters equals transformers', with each head."""
     config = {**BERT, **fields}
-    assert sum(tensor_sizes(complete(config) or {}, task)) == parameters(
+    assert sum(shape_of(complete(config) or {}, task).tensors()) == parameters(
         transformers_model(config, task)
     )
 
@@ -88,7 +89,7 @@ def test_bert_has_transformers_count(task: str, fields: dict[str, Any]) -> None:
 def test_llama_has_transformers_count(task: str, fields: dict[str, Any]) -> None:
     """The count of Llama's parameters equals transformers', with all options of the config."""
     config = {**LLAMA, **fields}
-    assert sum(tensor_sizes(complete(config) or {}, task)) == parameters(
+    assert sum(shape_of(complete(config) or {}, task).tensors()) == parameters(
         transformers_model(config, task)
     )
 
@@ -108,7 +109,7 @@ def test_llama_has_transformers_count(task: str, fields: dict[str, Any]) -> None
 def test_curated_models_have_their_sizes(name: str, published: int) -> None:
     """The decoders of recipes/models have their published sizes, here and in transformers."""
     config = load(shipped.find(f"models/{name}")).recipe.model.config or {}
-    assert sum(tensor_sizes(complete(config) or {}, "causal-lm")) == published
+    assert sum(shape_of(complete(config) or {}, "causal-lm").tensors()) == published
     assert parameters(transformers_model(config, "causal-lm")) == published
     adapters = load(shipped.find(f"models/{name}-lora")).recipe
     planned = estimate(adapters, 1, 1, "cuda")
@@ -131,7 +132,7 @@ def test_curated_models_have_their_sizes(name: str, published: int) -> None:
 )
 def test_published_sizes(config: dict[str, Any], task: str, published: int) -> None:
     """The models of the shipped recipes have their published sizes, here and in transformers."""
-    assert sum(tensor_sizes(complete(config) or {}, task)) == published
+    assert sum(shape_of(complete(config) or {}, task).tensors()) == published
     assert parameters(transformers_model(config, task)) == published
 
 
@@ -151,6 +152,7 @@ def test_published_sizes(config: dict[str, Any], task: str, published: int) -> N
         ),
         (BERT, "masked-lm", ["query", "value"]),
         (BERT, "masked-lm", ["key"]),
+        (BERT, "pretraining", ["dense"]),
         (LLAMA, "causal-lm", ["all-linear"]),
         ({**LLAMA, "num_key_value_heads": 2}, "causal-lm", ["all-linear"]),
         (BERT, "masked-lm", ["all-linear"]),
@@ -188,7 +190,6 @@ def known(recipe: Recipe, micro: int = 2, ranks: int = 1) -> Memory:
         {"task": "masked-lm", "config": {"model_type": "bert"}, "pretrained": "somewhere"},
         {"task": "masked-lm", "pretrained": "somewhere"},
         {"task": "masked-lm", "config": LLAMA},
-        {"task": "masked-lm", "config": BERT, "lora": {"target_modules": ["dense"]}},
         {"task": "causal-lm", "config": LLAMA, "lora": {"target_modules": ["q_proj", "lm_head"]}},
     ],
 )
@@ -285,7 +286,7 @@ def test_zero_3_keeps_small_tensors_whole() -> None:
     """Tensors up to DeepSpeed's threshold stay whole beside their pieces."""
     # With the default threshold biases and norms stay whole, then none, then all tensors.
     config = {**BERT, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2}
-    sizes = tensor_sizes(complete(config) or {}, "masked-lm")
+    sizes = shape_of(complete(config) or {}, "masked-lm").tensors()
     # By hand: each of 2 layers has 4 biases of 512, biases of 1024 and 512, and 4 vectors of norms.
     # Outside the layers are type embeddings (2 x 512) and their norm, and the head's bias, norm and
     # bias of the words.

@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from ortlaunch.model_tasks import MODEL_TASKS
-from ortlaunch.planning.memory import estimate, full_config, tensor_sizes
-from ortlaunch.planning.model_sizes import SHAPES
+from ortlaunch.planning.memory import estimate, full_config
+from ortlaunch.planning.model_sizes import SHAPES, shape_of
 from ortlaunch.recipe import Recipe, load
-from ortlaunch.recipe.fields.families import sized
+from ortlaunch.recipe.fields.families import DECODERS, FAMILIES, sized
+from ortlaunch.recipe.fields.model import Lora
 from ortlaunch.resolve import shipped
+from ortlaunch.worker.model.model import _with_adapters
 from tests.makers import bert
 from tests.worker.model.test_gradient_checkpointing_ranks import saved
 
@@ -67,9 +69,9 @@ def built(recipe: Recipe, device: str, **more: Any) -> Any:
 
 
 def test_each_family_is_compared() -> None:
-    """Every family of planning/model_sizes.py is compared here."""
+    """Every family of planning/model_sizes.py is compared, here or with BERT and Llama."""
     published = {(recipe(name).model.config or {})["model_type"] for name in PUBLISHED}
-    assert published | set(SMALL) == set(SHAPES)
+    assert published | {*SMALL, *FAMILIES, *DECODERS} == set(SHAPES)
 
 
 # Sizes of small models, and the tasks that their family has.
@@ -111,8 +113,40 @@ def test_sizes_are_those_of_transformers(kind: str) -> None:
             model = getattr(transformers, MODEL_TASKS[task].auto_class).from_config(config)
         planned = sized({"model_type": kind, **fields, "num_labels": 3})
         assert planned is not None
-        sizes = tensor_sizes(planned, task)
+        sizes = shape_of(planned, task).tensors()
         assert sum(sizes) == sum(weight.numel() for weight in model.parameters()), task
+
+
+ADAPTED = {
+    **SMALL,
+    "bert": ({**_SIZES, **_WORDS, "type_vocab_size": 2}, ("pretraining", *_ENCODES)),
+    "llama": ({**_SIZES, **_WORDS, "num_key_value_heads": 2}, _DECODES),
+}
+
+
+# peft says that it treats the layers of GPT-2 as they are.
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out")
+@pytest.mark.parametrize("kind", ADAPTED)
+def test_adapters_of_all_linear_layers_are_pefts(kind: str) -> None:
+    """The plan counts them with those of the head, for each task; a head for labels has none."""
+    pytest.importorskip("peft")
+    import transformers
+
+    fields, tasks = ADAPTED[kind]
+    lora = Lora(r=4, target_modules=("all-linear",))
+    for task in tasks:
+        more = {"pooler_hidden_size": 128} if kind == "deberta-v2" else {}
+        config = transformers.AutoConfig.for_model(kind, **fields, **more, num_labels=1)
+        with torch.device("meta"):
+            model = getattr(transformers, MODEL_TASKS[task].auto_class).from_config(config)
+            adapted = _with_adapters(model, lora, task)
+        count = sum(p.numel() for name, p in adapted.named_parameters() if ".lora_" in name)
+        data = {"train": {"format": "jsonl", "path": "x"}, "tokenizer": "x", "sequence_length": 128}
+        own = {"model_type": kind, **fields, "num_labels": 1}
+        model = {"task": task, "config": own, "lora": lora.model_dump()}
+        memory = estimate(bert(model=model, data=data, zero=None), 1, 1)
+        assert memory is not None
+        assert memory.trainable == count, task
 
 
 @pytest.mark.parametrize("kind", sorted(set(SMALL) - {"deberta-v2", "modernbert"}))
@@ -154,7 +188,7 @@ def test_sizes_are_the_published_ones(name: str) -> None:
     whole = recipe(name)
     model = built(whole, "meta")
     assert sum(weight.numel() for weight in model.parameters()) == PUBLISHED[name]
-    assert sum(tensor_sizes(full_config(whole) or {}, whole.model.task)) == PUBLISHED[name]
+    assert sum(shape_of(full_config(whole) or {}, whole.model.task).tensors()) == PUBLISHED[name]
     adapters = recipe(f"{name}-lora")
     assert adapters.model.lora is not None
     lora = peft.LoraConfig(
