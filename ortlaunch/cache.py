@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import grp
+import json
 import os
 import pwd
 import shlex
@@ -66,6 +67,15 @@ def _down_to(names: Sequence[str]) -> Iterator[Path]:
     """Yield the cache folder and each folder on the path below it."""
     for count in range(len(names) + 1):
         yield cache_root().joinpath(*names[:count])
+
+
+def record_file(kind: str, key: object) -> Path:
+    """Return the file of the cache for the record of a kind that this key, of JSON values, has."""
+    # Imported here, because every command imports this module.
+    import hashlib
+
+    text = json.dumps(key, sort_keys=True)
+    return cache_root() / kind / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
 
 def require_own(path: Path) -> None:

@@ -8,7 +8,6 @@ run too short for a measurement takes the default engine, and the cache keeps no
 from __future__ import annotations
 
 import hashlib
-import json
 import platform
 import signal
 import time
@@ -31,7 +30,7 @@ from ortlaunch.bench.report import (
 )
 from ortlaunch.bench.turns import WARM_UP_STEPS, VariantJob
 from ortlaunch.bench.variants import ENGINES, Variant, engine_overrides, resolve_variant
-from ortlaunch.cache import cache_folder, cache_root, changed, require_own, seal
+from ortlaunch.cache import cache_folder, changed, record_file, require_own, seal
 from ortlaunch.errors import EngineError, OrtlaunchError, PlanError
 from ortlaunch.json_types import Json
 from ortlaunch.ortmodule.build import extensions
@@ -233,7 +232,8 @@ def remember(resolved: ResolvedRun, choice: Choice) -> Choice:
         return choice
     kept = replace(choice, key=digest(resolved))
     record = {"key": key(resolved), "choice": as_json(kept)}
-    path = cache_folder("engines") / f"{kept.key}.json"
+    cache_folder("engines")
+    path = _path(resolved)
     write_json(path, record)
     seal(path.with_suffix(".seal"), [path])
     return kept
@@ -318,12 +318,12 @@ def _brief(row: Json) -> MeasuredEngine:
 
 
 def _path(resolved: ResolvedRun) -> Path:
-    return cache_root() / "engines" / f"{digest(resolved)}.json"
+    return record_file("engines", key(resolved))
 
 
 def digest(resolved: ResolvedRun) -> str:
     """Return the key's digest, which names its file."""
-    return hashlib.sha256(json.dumps(key(resolved), sort_keys=True).encode()).hexdigest()[:32]
+    return _path(resolved).stem
 
 
 def key(resolved: ResolvedRun) -> Json:

@@ -7,15 +7,13 @@ The worker counts the work of the model and measures the rates of this machine's
 from __future__ import annotations
 
 import bisect
-import hashlib
-import json
 import math
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
-from ortlaunch.cache import cache_root
+from ortlaunch.cache import record_file
 from ortlaunch.json_types import Json
 from ortlaunch.launch_plan import Plan
 from ortlaunch.machine import hardware, share_of_cores
@@ -130,18 +128,12 @@ def machine_of(recipe: Recipe, plan: Plan) -> Json:
     }  # fmt: skip
 
 
-def path_of(*parts: object) -> Path:
-    """Return the file of the cache for what `parts` describe."""
-    text = json.dumps(parts, sort_keys=True)
-    return cache_root() / "predictions" / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
-
-
 def path(recipe: Recipe, plan: Plan) -> Path:
     """Return the file of the cache for the predictions of this model, batch and machine."""
     whole = recipe.model_dump(mode="json")
     given = [whole["model"], whole["data"], whole["optimizer"], recipe.engine.chunked_loss]
     batch = [plan.batch.micro_samples, plan.batch.accumulation_steps]
-    return path_of(machine_of(recipe, plan), given, batch)
+    return record_file("predictions", [machine_of(recipe, plan), given, batch])
 
 
 class CachedPrediction(NamedTuple):

@@ -15,11 +15,10 @@ MEASURED = ProcessMemory(500 << 20, 400 << 20, is_measured=True)
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty cache, and a CPU build of torch."""
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path))
     monkeypatch.setattr(module, "_torch_version", lambda: "2.13.0+cpu")
-    return tmp_path / "process_memory.json"
 
 
 def test_the_newest_run_of_an_environment_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,10 +34,12 @@ def test_the_newest_run_of_an_environment_counts(monkeypatch: pytest.MonkeyPatch
     assert process_memory(run).total > USUAL_PROCESS.total + (500 << 20)
 
 
-@pytest.mark.parametrize("text", ["", "[", "[]", '{"x": 1}', "null"])
-def test_a_damaged_file_is_no_measurement(cache: Path, text: str) -> None:
+@pytest.mark.parametrize("text", ["", "[", "[]", "[null, 1]", '{"x": 1}', "null"])
+def test_a_damaged_file_is_no_measurement(tmp_path: Path, text: str) -> None:
     """A file that cannot be read gives usual values, and the next run replaces it."""
-    cache.write_text(text)
+    record_process_memory(bert(), MEASURED)
+    [file] = tmp_path.glob("processes/*.json")
+    file.write_text(text)
     assert process_memory(bert()) == USUAL_PROCESS
 
 
