@@ -21,6 +21,12 @@ _JOB = {"completionMode", "completions", "parallelism", "backoffLimit", "podFail
         "trainer", "runtimeRef", "runtimePatches"}  # fmt: skip
 # Folders of a pod that have a volume of ortlaunch's.
 _TAKEN = ("/dev/shm", "/etc/ortlaunch")
+# A number of Kubernetes, and its unit.
+_QUANTITY = re.compile(r"^([0-9.]+(?:[eE][-+]?[0-9]+)?)(.*)$")
+_UNITS = {
+    "n": 1e-9, "u": 1e-6, "m": 1e-3, "": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18,
+    "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50, "Ei": 2.0**60,
+}  # fmt: skip
 # A shell line that sets a variable: `X=1`, `export X=1` or `declare -x X=1`.
 _EXPORT = re.compile(r"\s*(?:export\s+|declare\s+-x\s+)?([A-Za-z_][A-Za-z0-9_]*)=")
 
@@ -102,15 +108,8 @@ def _of_paths(pods: Kubernetes) -> Iterator[Problem]:
 
 def _bytes(quantity: str) -> float:
     """Return the bytes of a quantity of Kubernetes, such as 1.5Gi, 100M, 1e9 or 128000m."""
-    match = re.match(r"([0-9.]+)(?:([munkMGTPE]?)(i?)$|(.*))", quantity)
-    assert match is not None, quantity
-    number, unit, binary, exponent = match.groups()
-    if exponent:
-        return float(quantity)
-    if unit in ("n", "u", "m"):
-        return float(number) / 1000.0 ** (3 - "num".index(unit))
-    power = " kMGTPE".index((unit or " ").replace("K", "k"))
-    return float(number) * (1024.0 if binary else 1000.0) ** power
+    number, unit = _QUANTITY.findall(quantity)[0]
+    return float(number) * _UNITS[unit]
 
 
 def _of_pods(recipe: Recipe) -> Iterator[Problem]:
