@@ -10,7 +10,7 @@ import re
 from typing import Any, get_args
 
 from ortlaunch.other_tools import sharding, trainer
-from ortlaunch.other_tools.draft import Draft, in_one_line, is_empty, null, number
+from ortlaunch.other_tools.draft import Draft, in_one_line, is_empty, null, number, refused
 from ortlaunch.recipe.fields.data import SpecialToken
 from ortlaunch.recipe.fields.prompts import CHAT_TEMPLATES, PROMPTS
 from ortlaunch.recipe.text.tree import Tree
@@ -58,10 +58,7 @@ _STYLES = {
 
 def convert(draft: Draft) -> None:
     """Convert a config."""
-    for key, why in _REFUSED.items():
-        node = draft.pop(key)
-        if node is not None:
-            raise trainer.refused(key, node, why)
+    draft.refuse(_REFUSED)
     draft.assume("model.task", "causal-lm", "Axolotl trains no other")
     _model(draft)
     _adapter(draft)
@@ -84,23 +81,19 @@ def convert(draft: Draft) -> None:
 def _model(draft: Draft) -> None:
     base = draft.pop("base_model")
     tokenizer = draft.pop("tokenizer_config")
-    mistral = draft.pop("tokenizer_use_mistral_common")
-    if mistral is not None:
-        draft.alter(
-            "tokenizer_use_mistral_common",
-            mistral,
-            "the tokenizer that transformers reads for the model, with its chat template",
-        )
+    draft.alter(
+        "tokenizer_use_mistral_common",
+        draft.pop("tokenizer_use_mistral_common"),
+        "the tokenizer that transformers reads for the model, with its chat template",
+    )
     revision = draft.pop("revision_of_model") if base is not None else None
     if base is not None:
         source = in_one_line(base) + (f"@{in_one_line(revision)}" if revision else "")
         draft.put("model.pretrained", base, "base_model", source)
         own = in_one_line(tokenizer) if tokenizer is not None else source
         draft.assume("data.tokenizer", own, "it lies with the model")
-    if revision is not None:
-        draft.needless("revision_of_model", revision, "model.pretrained has it")
-    if tokenizer is not None:
-        draft.needless("tokenizer_config", tokenizer, "data.tokenizer has it")
+    draft.needless("revision_of_model", revision, "model.pretrained has it")
+    draft.needless("tokenizer_config", tokenizer, "data.tokenizer has it")
     draft.leave_out("model_type", "the pretrained model's config says it")
 
 
@@ -109,7 +102,7 @@ def _adapter(draft: Draft) -> None:
     if adapter is None:
         return draft.without_adapters("there is no adapter")
     if adapter.scalar not in ("lora", "qlora"):
-        raise trainer.refused("adapter", adapter, "adapters here are lora")
+        raise refused("adapter", adapter, "adapters here are lora")
     # LoRA without quantization trains the same adapters, so qlora is converted with a remark.
     if adapter.scalar == "qlora":
         draft.drop("adapter", adapter, "model.lora, whose base weights are not quantized")
@@ -121,9 +114,9 @@ def _adapter(draft: Draft) -> None:
     draft.put("model.lora.target_modules", every, "lora_target_linear", ["all-linear"])
     given = names.plain() if names is not None and names.kind == "list" else []
     # A linear layer that the list names, too; the head and the word table are none of them.
-    if names is not None and every is not None and not {*given} & {"lm_head", "embed_tokens"}:
+    if every is not None and not {*given} & {"lm_head", "embed_tokens"}:
         draft.needless("lora_target_modules", names, "all-linear has them")
-    elif names is not None:
+    else:
         draft.put("model.lora.target_modules", names, "lora_target_modules")
     experts = draft.pop("lora_target_parameters")
     if experts is not None:
@@ -147,24 +140,22 @@ def _memory(draft: Draft) -> None:
     """Convert settings that decide where weights are, and which of them are trained."""
     _parts_of_model(draft)
     each = draft.pop("dp_shard_size")
-    if each is not None and (number(each) or 0) > 1:
+    if (number(each) or 0) > 1:
         sharding.shard(draft, 3, "by dp_shard_size")
         draft.alter("dp_shard_size", each, "zero.stage; weights are sharded over all ranks")
-    elif each is not None:
+    else:
         draft.needless("dp_shard_size", each, "1 stands for none")
     trainer.offloading(draft, "activation_offloading")
     attention = draft.pop("attn_implementation")
     if attention is not None and attention.scalar in ("eager", "sdpa"):
         draft.put("model.attention", attention, "attn_implementation")
-    elif attention is not None:
+    else:
         draft.needless("attn_implementation", attention, "the fastest that works is chosen")
-    flow = draft.pop("streaming")
-    if flow is not None:
-        draft.alter(
-            "streaming",
-            flow,
-            "rows are read and shuffled before step 1; data.train.stream streams text",
-        )
+    draft.alter(
+        "streaming",
+        draft.pop("streaming"),
+        "rows are read and shuffled before step 1; data.train.stream streams text",
+    )
     summed = draft.left.get("accelerator_config")
     if summed is not None and summed.plain() == _EACH_BATCH:
         draft.needless("accelerator_config", draft.left.pop("accelerator_config"),
@@ -225,10 +216,8 @@ def _watchdog(draft: Draft) -> None:
             spike,
             "every step is judged, not every log line",
         )
-    if limit is not None and times is not None:
-        draft.needless("loss_watchdog_patience", times, "train.on_spike has it")
-    elif times is not None:
-        draft.needless("loss_watchdog_patience", times, "there is no loss_watchdog_threshold")
+    why = "there is no loss_watchdog_threshold" if limit is None else "train.on_spike has it"
+    draft.needless("loss_watchdog_patience", times, why)
 
 
 def _datasets(draft: Draft) -> None:
@@ -519,12 +508,11 @@ def _packing(draft: Draft) -> None:
     inputs = draft.left.pop("train_on_inputs", None)
     if inputs is not None and inputs.scalar:
         draft.alter("train_on_inputs", inputs, "train_on: all; of a chat its role marks count, too")
-    elif inputs is not None:
+    else:
         draft.needless("train_on_inputs", inputs, "answers alone count in the loss of chats")
-    excess = draft.pop("excess_length_strategy")
-    if excess is not None:
-        report = draft.needless if excess.scalar == "truncate" else draft.drop
-        report("excess_length_strategy", excess, "chats are cut off at data.sequence_length")
+    key = "excess_length_strategy"
+    report = draft.needless if draft.value(key) == "truncate" else draft.drop
+    report(key, draft.pop(key), "chats are cut off at data.sequence_length")
     chats = _has_chats(draft)
     packs = chats and bool(draft.value("sample_packing"))
     why = "a chat is a sample of its own" if chats else "text is always packed"

@@ -5,10 +5,11 @@ Every key ends in exactly one list of the report; none is dropped silently.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from ortlaunch.errors import InputError
 from ortlaunch.recipe.fields.field_lookup import choices, everywhere, names_in, section_at
 from ortlaunch.recipe.hints.keys_of_other_tools import DIALECTS, TRUE_BY_ITSELF, USUAL, WHOLE
 from ortlaunch.recipe.text.place import HIDDEN, SECRET, Place, keys, without_secrets
@@ -136,25 +137,35 @@ class Draft:
 
     def leave_out(self, key: str, why: str) -> None:
         """Report a key for which nothing needs to be set, if the config has it."""
-        node = self.pop(key)
-        if node is not None:
-            self.needless(key, node, why)
+        self.needless(key, self.pop(key), why)
 
     def assume(self, path: str, value: object, why: str) -> None:
         """Set a key at the end, unless the config sets it."""
         self._assumed.append((path, value, why))
 
-    def alter(self, key: str, node: Tree, why: str) -> None:
+    # In the reports below, a node that is None is of a key that the config lacks: nothing is reported.
+
+    def alter(self, key: str, node: Tree | None, why: str) -> None:
         """Report a key whose counterpart is set by other keys and differs slightly."""
         self._remark(self.account.changed, key, node, why)
 
-    def drop(self, key: str, node: Tree, why: str) -> None:
+    def drop(self, key: str, node: Tree | None, why: str) -> None:
         """Report a key without a counterpart."""
         self._remark(self.account.dropped, key, node, why)
 
-    def needless(self, key: str, node: Tree, why: str) -> None:
+    def needless(self, key: str, node: Tree | None, why: str) -> None:
         """Report a key for which nothing needs to be set."""
         self._remark(self.account.needless, key, node, why)
+
+    def refuse(self, reasons: Mapping[str, str]) -> None:
+        """Refuse a config with one of these keys, of kinds of training that ortlaunch does not have.
+
+        Raises:
+            InputError: it has one.
+        """
+        for key, why in reasons.items():
+            if node := self.pop(key):
+                raise refused(key, node, why)
 
     def without_adapters(self, why: str) -> None:
         """Report the keys of LoRA as unused, because all weights are trained."""
@@ -205,7 +216,9 @@ class Draft:
             return self.drop(key, node, f"{ours} has {', '.join(words)}")
         return self.put(ours, node, key, found)
 
-    def _remark(self, where: list[Remark], key: str, node: Tree, text: str) -> None:
+    def _remark(self, where: list[Remark], key: str, node: Tree | None, text: str) -> None:
+        if node is None:
+            return
         # The report is printed and written into the recipe, so it must not have secrets.
         value = HIDDEN if SECRET.search(key) else " ".join(in_one_line(node).split())
         where.append(
@@ -216,6 +229,11 @@ class Draft:
                 text,
             )
         )
+
+
+def refused(key: str, node: Tree, why: str) -> InputError:
+    """Return an error for a kind of training that ortlaunch does not have."""
+    return InputError(f"{node.key_place or node.place}: {key}: {in_one_line(node)}: {why}")
 
 
 def is_key(path: str) -> bool:

@@ -29,11 +29,10 @@ _NO_DATA = "there is no data.evaluation"
 def convert(draft: Draft) -> None:
     """Convert all intervals."""
     has_data = draft.expected("data.evaluation") is not None
-    wanted = draft.pop("do_eval")
-    if wanted is not None and has_data:
-        draft.needless("do_eval", wanted, "data.evaluation is evaluated at the end, too")
-    elif wanted is not None:
-        draft.drop("do_eval", wanted, _NO_DATA)
+    if has_data:
+        draft.leave_out("do_eval", "data.evaluation is evaluated at the end, too")
+    else:
+        draft.drop("do_eval", draft.pop("do_eval"), _NO_DATA)
     _evaluations(draft, has_data)
     _best(draft, _NO_DATA if not has_data else "")
     _saves(draft)
@@ -56,14 +55,14 @@ def _every(draft: Draft, key: str, paths: _Interval) -> None:
     steps = _steps(draft, node)
     share = value is not None and value < 1 and steps is None
     there = next((path for path in paths if path and draft.recipe.find(keys(path))), None)
-    if node is not None and there is not None:
+    if there is not None:
         draft.drop(key, node, f"{there} is set by another key already")
-    elif node is not None and share and paths.epochs and value:
+    elif share and paths.epochs and value:
         # A share of the whole training, whose length is in epochs.
         draft.put(paths.epochs, node, key, round(value * _length(draft), 9))
-    elif node is not None and share:
+    elif share:
         draft.drop(key, node, f"below 1 it is a share of max_steps; give {paths.steps}")
-    elif node is not None:
+    else:
         draft.put(paths.steps, node, key, None if isinstance(value, int) else steps)
 
 
@@ -78,9 +77,9 @@ def _per_epoch(draft: Draft, key: str, path: str) -> None:
     """Convert Axolotl's number of times in an epoch; 0 stands for none given."""
     node = draft.pop(key)
     times = number(node)
-    if node is not None and times:
+    if times:
         draft.put(path, node, key, 1 / times)
-    elif node is not None:
+    else:
         draft.needless(key, node, "0 stands for no number of times")
 
 
@@ -98,11 +97,11 @@ def _evaluations(draft: Draft, has_data: bool) -> None:
     if not has_data or kind == "no":
         names = ("eval_steps", "evals_per_epoch")
         for name, node in ((key, strategy), *((name, draft.pop(name)) for name in names)):
-            if node is not None and kind == "no":
+            if kind == "no":
                 draft.needless(name, node, "data.evaluation is evaluated at the end alone")
-            elif node is not None and "Axolotl" in draft.tools:
+            elif "Axolotl" in draft.tools:
                 draft.needless(name, node, "of no effect there: no data are held out")
-            elif node is not None:
+            else:
                 draft.drop(name, node, _NO_DATA)
         return
     _per_epoch(draft, "evals_per_epoch", _EVALUATIONS.epochs)
@@ -145,7 +144,6 @@ def _best(draft: Draft, why: str) -> None:
     best = draft.pop("load_best_model_at_end")
     patience = draft.pop("early_stopping_patience")
     metric = draft.pop("metric_for_best_model")
-    greater = draft.left.pop("greater_is_better", None)
     theirs = in_one_line(metric).removeprefix("eval_") if metric is not None else "loss"
     task = draft.expected("model.task")
     any_task = {name: metric for name, metric in METRICS.items() if metric.always}
@@ -165,21 +163,20 @@ def _best(draft: Draft, why: str) -> None:
             {"metric": ours, "evaluations": patience},
         ),
     ):
-        if node is not None and why:
+        if why:
             draft.drop(key, node, f"{path}: {why}")
-        elif node is not None:
+        else:
             draft.put(path, node, key, value, _AVERAGED if ours == "f1_macro" else "")
-    if metric is not None and why:
+    if why:
         draft.drop("metric_for_best_model", metric, why)
-    elif metric is not None:
+    elif best or patience:
         used = "checkpoint.keep_best and train.stop_after name it"
-        draft.needless(
-            "metric_for_best_model",
-            metric,
-            used if best or patience else "nothing asks for the best",
-        )
-    if greater is not None:
-        draft.needless("greater_is_better", greater, "the metric says it")
+        draft.needless("metric_for_best_model", metric, used)
+    else:
+        draft.needless("metric_for_best_model", metric, "nothing asks for the best")
+    # Not `pop`: false has a meaning, too.
+    greater = draft.left.pop("greater_is_better", None)
+    draft.needless("greater_is_better", greater, "the metric says it")
 
 
 def _saves(draft: Draft) -> None:
@@ -190,13 +187,13 @@ def _saves(draft: Draft) -> None:
         _every(draft, "save_steps", _SAVES)
     else:
         _without_effect(draft, "save_steps", "save_strategy", kind)
-    if strategy is not None and kind == "epoch":
+    if kind == "epoch":
         draft.put(_SAVES.epochs, strategy, "save_strategy", 1.0)
     elif strategy is None and "Axolotl" in draft.tools and _set(draft, _SAVES) is None:
         draft.assume(_SAVES.epochs, 1.0, "Axolotl's default")
-    elif strategy is not None and _set(draft, _SAVES) is not None:
-        draft.needless("save_strategy", strategy, f"{_set(draft, _SAVES)} has it")
-    elif strategy is not None:
+    elif there := _set(draft, _SAVES):
+        draft.needless("save_strategy", strategy, f"{there} has it")
+    else:
         draft.drop(
             "save_strategy",
             strategy,

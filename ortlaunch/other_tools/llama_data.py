@@ -12,19 +12,13 @@ from ortlaunch.errors import InputError
 from ortlaunch.json_types import Json
 from ortlaunch.other_tools import llama_v1
 from ortlaunch.other_tools.draft import Draft, in_one_line, number, tree_of
+from ortlaunch.other_tools.trainer import FORMATS
 from ortlaunch.recipe.text.tree import Tree
 
 _FILE = "dataset_info.json"
 _FORMATTINGS = ("alpaca", "sharegpt", "openai")
 # Columns beside text: without them the rows ask about what is not there.
 _MEDIA = ("images", "videos", "audios")
-_FORMATS = {
-    ".json": "jsonl",
-    ".jsonl": "jsonl",
-    ".csv": "csv",
-    ".txt": "text",
-    ".parquet": "parquet",
-}
 # LLaMA-Factory's columns and tags: the recipe's key, and the default.
 _PROMPTS = {
     "prompt": ("prompt_column", "instruction"),
@@ -89,23 +83,22 @@ def convert(draft: Draft, chats: bool, learned: Json) -> None:
         used = _part(
             draft, ("train_dataset", "train"), names, _Described(*sets), (chats, None, learned)
         )
-    elif listed is not None:
+    else:
         draft.drop("train_dataset", listed, "there is no such file; give data.train")
     for key, part in (("dataset", "train"), ("eval_dataset", "evaluation")):
         node = draft.pop(key)
-        if node is not None and described is None:
+        if described is None:
             why = f"no {_FILE} is in the folder, nor in the config's folders; give data.{part}"
             draft.drop(key, node, why)
-        elif node is not None and described is not None:
-            limit = number(most)
-            used |= _part(draft, (key, part), node, described, (chats, limit, learned))
+        elif node is not None:
+            used |= _part(draft, (key, part), node, described, (chats, number(most), learned))
     for key, node, why in (
         ("dataset_dir", given, "data.train.path"),
         ("max_samples", most, "most_rows of each source"),
     ):
-        if node is not None and used:
+        if used:
             draft.needless(key, node, f"{why} has it")
-        elif node is not None:
+        else:
             draft.drop(key, node, f"give {why}")
 
 
@@ -189,9 +182,9 @@ def _place(info: Json, folder: Path) -> Json:
         given = {key: info[key] for key in ("subset", "split") if info.get(key)}
         return {"format": "hub", "name": info["hf_hub_url"], **given}
     file = str(info.get("file_name") or "")
-    form = _FORMATS.get(Path(file).suffix)
+    form = FORMATS.get(Path(file).suffix)
     if form is None:
-        kinds = ", ".join(_FORMATS)
+        kinds = ", ".join(FORMATS)
         raise _Refused(f"its file {file!r} is none of {kinds}" if file else "it has no file")
     return {"format": form, "path": str(folder / file)}
 

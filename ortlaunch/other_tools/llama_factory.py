@@ -6,7 +6,7 @@ A key that is only renamed is a row of a table in recipe/hints/keys_of_other_too
 from __future__ import annotations
 
 from ortlaunch.other_tools import llama_data, llama_v1, trainer
-from ortlaunch.other_tools.draft import Draft, in_one_line, null, number
+from ortlaunch.other_tools.draft import Draft, in_one_line, null, number, refused
 
 # Pre-training and supervised fine-tuning; the others train with preferences or rewards.
 _STAGES = ("pt", "sft")
@@ -24,13 +24,13 @@ def convert(draft: Draft) -> None:
     for key in ("export_dir", "infer_backend", "do_predict"):
         node = draft.pop(key)
         if node is not None and not draft.value("do_train"):
-            raise trainer.refused(key, node, "the config describes no training")
+            raise refused(key, node, "the config describes no training")
     stage = draft.pop("stage")
     kind = draft.pop("finetuning_type")
     if stage is not None and stage.scalar not in _STAGES:
-        raise trainer.refused("stage", stage, f"only {' and '.join(_STAGES)} can be trained here")
+        raise refused("stage", stage, f"only {' and '.join(_STAGES)} can be trained here")
     if kind is not None and kind.scalar not in ("lora", "full"):
-        raise trainer.refused("finetuning_type", kind, "only lora and full can be trained here")
+        raise refused("finetuning_type", kind, "only lora and full can be trained here")
     draft.put("model.task", stage, "stage", "causal-lm")
     draft.assume("model.task", "causal-lm", "LLaMA-Factory's default, sft")
     trainer.model(draft)
@@ -40,8 +40,7 @@ def convert(draft: Draft) -> None:
     # Without finetuning_type LLaMA-Factory trains adapters.
     else:
         _adapters(draft)
-        if kind is not None:
-            draft.needless("finetuning_type", kind, "model.lora says it")
+        draft.needless("finetuning_type", kind, "model.lora says it")
     _data(draft, stage is None or stage.scalar == "sft")
     trainer.held_out(draft, "val_size")
     _memory(draft)
@@ -82,26 +81,25 @@ def _data(draft: Draft, chats: bool) -> None:
     neat = draft.pop("neat_packing")
     llama_data.convert(draft, chats, _learned(draft) if chats else {})
     template = draft.pop("template")
-    if template is not None and not chats:
+    if not chats:
         draft.needless("template", template, "of no effect there: pre-training is on plain text")
-    elif template is not None:
+    else:
         draft.alter(
             "template",
             template,
             "the tokenizer's own chat template, or data.chat_template; LLaMA-Factory's may differ "
             "in its system message",
         )
-    if packed is not None:
-        if chats and packed.scalar:
-            why = "" if neat is not None else "packed chats do not attend to each other here"
-            draft.put("data.packing", packed, "packing", why=why)
-        else:
-            why = "a chat is a sample of its own" if chats else "text is always packed"
-            draft.needless("packing", packed, why)
+    if chats and packed is not None and packed.scalar:
+        why = "" if neat is not None else "packed chats do not attend to each other here"
+        draft.put("data.packing", packed, "packing", why=why)
+    else:
+        why = "a chat is a sample of its own" if chats else "text is always packed"
+        draft.needless("packing", packed, why)
     # There it implies packing.
-    if neat is not None and chats:
+    if chats:
         draft.put("data.packing", neat, "neat_packing")
-    elif neat is not None:
+    else:
         draft.put("data.attend_across_documents", neat, "neat_packing", value=False)
 
 
@@ -111,7 +109,7 @@ def _memory(draft: Draft) -> None:
     if attention is not None and attention.scalar in ("disabled", "sdpa"):
         ours = "eager" if attention.scalar == "disabled" else "sdpa"
         draft.put("model.attention", attention, "flash_attn", ours)
-    elif attention is not None:
+    else:
         draft.needless("flash_attn", attention, "model.attention chooses the fastest that works")
     draft.move("precision", "pure_bf16", "bf16", "weights and optimizer state are in 32 bits")
     draft.move("model.gradient_checkpointing", "disable_gradient_checkpointing", value=False)

@@ -69,7 +69,7 @@ def _distributed(draft: Draft) -> None:
     elif node is not None and name is not None and in_one_line(name).startswith("fsdp"):
         sharding.shard(draft, 3, "by dist_config")
         draft.alter("dist_config", node, "zero.stage: 3; DeepSpeed's ZeRO shards instead of FSDP")
-    elif node is not None:
+    else:
         draft.drop("dist_config", node, "no counterpart; give zero.stage")
 
 

@@ -49,10 +49,8 @@ def fsdp(draft: Draft) -> None:
         ("fsdp_version", version),
         ("fsdp_transformer_layer_cls_to_wrap", layers),
     ):
-        if node is not None:
-            (draft.alter if key in ("fsdp", "fsdp_config") else draft.needless)(
-                key, node, f"zero.stage: {stage}; {_INSTEAD}"
-            )
+        report = draft.alter if key in ("fsdp", "fsdp_config") else draft.needless
+        report(key, node, f"zero.stage: {stage}; {_INSTEAD}")
     _beside(draft, settings, "offload" in given.split(), stage)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ortlaunch.errors import InputError
 from ortlaunch.other_tools import sharding, trainer
-from ortlaunch.other_tools.draft import Draft, in_one_line, is_empty, number
+from ortlaunch.other_tools.draft import Draft, in_one_line, is_empty, number, refused
 from ortlaunch.recipe.text.tree import Tree
 
 _COMPONENT = "_component_"
@@ -51,10 +51,7 @@ def convert(draft: Draft) -> None:
     Raises:
         InputError: it is no supervised training of text.
     """
-    for key, why in _REFUSED.items():
-        node = draft.pop(key)
-        if node is not None:
-            raise trainer.refused(key, node, why)
+    draft.refuse(_REFUSED)
     data = draft.pop("dataset")
     if data is None or "optimizer" not in draft.left:
         raise InputError(f"{draft.recipe.place.source}: {_NO_TRAINING}")
@@ -72,7 +69,7 @@ def convert(draft: Draft) -> None:
     _length(draft)
     loss = draft.left.get("loss")
     if loss is not None and "rlhf" in in_one_line(loss):
-        raise trainer.refused("loss", loss, _REFUSED["ref_checkpointer"])
+        raise refused("loss", loss, _REFUSED["ref_checkpointer"])
     draft.assume("batch.accumulation_steps", 1, "torchtune's default")
 
 
@@ -84,9 +81,8 @@ def _length(draft: Draft) -> None:
     if most is not None:
         steps = int((number(most) or 1) * (number(epochs) or 1))
         draft.put("train.max_steps", most, "max_steps_per_epoch", steps)
-    if epochs is not None and most is not None:
         draft.needless("epochs", epochs, "train.max_steps has it")
-    elif epochs is not None:
+    else:
         draft.put("train.epochs", epochs, "epochs")
     draft.move("model.lora.merge", "save_adapter_weights_only", value=False)
 
@@ -112,9 +108,8 @@ def _model(draft: Draft) -> None:
     folder = files.get("checkpoint_dir")
     if "vision" in component:
         raise InputError(f"{draft.recipe.place}: model: {component}: {_IMAGES}")
-    if folder is not None:
-        draft.put("model.pretrained", folder, "checkpointer.checkpoint_dir")
-        draft.put("data.tokenizer", folder, "checkpointer.checkpoint_dir")
+    draft.put("model.pretrained", folder, "checkpointer.checkpoint_dir")
+    draft.put("data.tokenizer", folder, "checkpointer.checkpoint_dir")
     kept = files.get("keep_last_n_checkpoints")
     draft.put("checkpoint.keep", kept, "checkpointer.keep_last_n_checkpoints")
     layers = given.pop("lora_attn_modules", None)
@@ -137,7 +132,7 @@ def _dataset(draft: Draft, key: str, node: Tree) -> None:
     hub, fields = _DATASETS.get(component, (None, {}))
     name = in_one_line(given.pop("source")) if "source" in given else hub
     if component not in _DATASETS or name is None:
-        raise trainer.refused(key, node, "its component is none of " + ", ".join(_DATASETS))
+        raise refused(key, node, "its component is none of " + ", ".join(_DATASETS))
     packed = given.pop("packed", None)
     split = given.pop("split", None)
     files = given.pop("data_files", None)
@@ -214,9 +209,7 @@ def _engine(draft: Draft) -> None:
         enabled = profiler.find(("enabled",))
         on = enabled is not None and not is_empty(enabled)
         (draft.drop if on else draft.needless)("profiler", profiler, "log.profile_steps profiles")
-    quantizer = draft.pop("quantizer")
-    if quantizer is not None:
-        draft.drop("quantizer", quantizer, "there is no quantized training")
+    draft.drop("quantizer", draft.pop("quantizer"), "there is no quantized training")
 
 
 def _sharding(draft: Draft) -> None:
@@ -227,15 +220,14 @@ def _sharding(draft: Draft) -> None:
     if moved is not None:
         offload = {"optimizer": "cpu", "parameters": "cpu"}
         draft.put("zero.offload", moved, "fsdp_cpu_offload", offload)
-    if layers is not None:
-        draft.needless("custom_sharded_layers", layers, "zero.stage 3 shards all layers")
+    draft.needless("custom_sharded_layers", layers, "zero.stage 3 shards all layers")
     plan = draft.pop("tensor_parallel_plan")
-    if plan is not None and draft.value("tensor_parallel_dim") in (None, 1):
+    if draft.value("tensor_parallel_dim") in (None, 1):
         draft.needless("tensor_parallel_plan", plan, "tensor_parallel_dim is 1: no parallelism")
-    elif plan is not None:
+    else:
         draft.drop("tensor_parallel_plan", plan, "there is no tensor parallelism")
     fsdp = draft.pop("fsdp")
     if fsdp is not None and fsdp.plain() == {"cpu_offload": False}:
         draft.needless("fsdp", fsdp, "nothing is offloaded by itself")
-    elif fsdp is not None:
+    else:
         draft.drop("fsdp", fsdp, "give zero.offload")

@@ -10,7 +10,6 @@ import json
 import re
 from pathlib import Path
 
-from ortlaunch.errors import InputError
 from ortlaunch.model_tasks import MODEL_TASKS, ModelTask
 from ortlaunch.other_tools import deepspeed, intervals, sharding, trl
 from ortlaunch.other_tools.draft import Draft, in_one_line, null, number, tree_of
@@ -47,8 +46,14 @@ _DEFAULTS = {
     "batch.accumulation_steps": 1,
     "train.max_grad_norm": 1.0,
 }
-_FORMATS = {".txt": "text", ".json": "jsonl", ".jsonl": "jsonl", ".csv": "csv",
-            ".parquet": "parquet"}  # fmt: skip
+# Suffix of a data file -> format of the recipe.
+FORMATS = {
+    ".json": "jsonl",
+    ".jsonl": "jsonl",
+    ".csv": "csv",
+    ".txt": "text",
+    ".parquet": "parquet",
+}
 
 
 def convert(draft: Draft) -> None:
@@ -71,9 +76,9 @@ def training(draft: Draft) -> None:
     _clipping(draft)
     _recomputation(draft)
     compiled = draft.pop("torch_compile")
-    if compiled is not None and draft.recipe.find(("model", "offload_activations")) is not None:
+    if draft.recipe.find(("model", "offload_activations")) is not None:
         draft.drop("torch_compile", compiled, "engine eager alone has model.offload_activations")
-    elif compiled is not None:
+    else:
         draft.put("engine.name", compiled, "torch_compile", "inductor")
     _grouping(draft)
     for key in ("use_cpu", "no_cuda"):
@@ -136,13 +141,12 @@ def model(draft: Draft) -> None:
     draft.put("model.pretrained", source, "model_name_or_path", pinned)
     if tokenizer is not None:
         draft.put("data.tokenizer", tokenizer, "tokenizer_name")
-    elif source is not None:
+    else:
         draft.put("data.tokenizer", source, "model_name_or_path", pinned)
-    if revision is not None:
-        draft.needless("model_revision", revision, "model.pretrained has it")
-    if kind is not None and source is None:
+    draft.needless("model_revision", revision, "model.pretrained has it")
+    if source is None:
         draft.put("model.config.model_type", kind, "model_type")
-    elif kind is not None:
+    else:
         draft.needless("model_type", kind, "the pretrained model's config says it")
     if changes is not None:
         _config(draft, changes)
@@ -171,18 +175,16 @@ def _data(draft: Draft) -> None:
     if hub is not None:
         draft.put("data.train", hub, "dataset_name", {"format": "hub", "name": hub.scalar})
     draft.put("data.train.subset", subset, "dataset_config_name")
-    lines = draft.pop("line_by_line")
-    if lines is not None:
-        draft.drop(
-            "line_by_line",
-            lines,
-            "text is cut into windows of data.sequence_length, not a sample a line",
-        )
+    draft.drop(
+        "line_by_line",
+        draft.pop("line_by_line"),
+        "text is cut into windows of data.sequence_length, not a sample a line",
+    )
 
 
 def files(draft: Draft, key: str, node: Tree, part: str) -> None:
     """Convert a data file, whose suffix determines the format."""
-    form = _FORMATS.get(Path(str(node.scalar)).suffix)
+    form = FORMATS.get(Path(str(node.scalar)).suffix)
     if form is None:
         return draft.drop(
             key, node, f"its format is none of text, jsonl, csv and parquet; give data.{part}"
@@ -199,8 +201,6 @@ def held_out(draft: Draft, key: str, whole: int = 1) -> None:
     """Convert a part of the training data that is held out; below `whole` it is a share."""
     node = draft.pop(key)
     size = number(node)
-    if node is None:
-        return
     if not size:
         draft.needless(key, node, "nothing is held out by itself")
     else:
@@ -247,12 +247,12 @@ def schedule(draft: Draft, key: str) -> None:
     ratio = draft.pop("warmup_ratio")
     steps = draft.pop("warmup_steps")
     _warmup(draft, kind, ratio, steps)
-    if node is not None and kind == "constant":
+    if kind == "constant":
         draft.put("schedule.name", node, key)
-    elif node is not None and kind in SCHEDULES:
+    elif kind in SCHEDULES:
         ours, why = SCHEDULES[kind]
         draft.put("schedule.name", node, key, ours, why)
-    elif node is not None:
+    else:
         draft.put(
             "schedule.name",
             node,
@@ -272,22 +272,22 @@ def _warmup(draft: Draft, kind: str, ratio: Tree | None, steps: Tree | None) -> 
         draft.needless("warmup_steps", steps, "there is none by itself")
         steps = None
     for key, node in (("warmup_steps", steps), ("warmup_ratio", ratio)):
-        if node is not None and kind == "constant":
+        if kind == "constant":
             draft.needless(
                 key,
                 node,
                 "of no effect there: Trainer's `constant` has no warm-up, whatever is given",
             )
-        elif node is not None and key == "warmup_ratio" and steps is not None:
+        elif key == "warmup_ratio" and steps is not None:
             draft.needless(key, node, "of no effect there: warmup_steps comes first")
-        elif node is not None and key == "warmup_steps" and (value is None or value >= 1):
+        elif key == "warmup_steps" and (value is None or value >= 1):
             draft.put(
                 "schedule.warmup_steps",
                 node,
                 key,
                 int(value) if value and float(value).is_integer() else None,
             )
-        elif node is not None:
+        else:
             draft.put("schedule.warmup_ratio", node, key)
 
 
@@ -317,20 +317,13 @@ def precision(draft: Draft) -> None:
     In the other tool `auto` uses bf16 if the hardware has it.
     """
     for kind in ("bf16", "fp16"):
-        node = draft.pop(kind)
-        if node is not None:
-            draft.put(
-                "precision",
-                node,
-                kind,
-                kind,
-                "with auto, that tool would detect it" if node.scalar == "auto" else "",
-            )
+        why = "with auto, that tool would detect it" if draft.value(kind) == "auto" else ""
+        draft.move("precision", kind, kind, why)
     exact = draft.pop("tf32")
     # tf32 affects only float32 matmuls, so not a training in bf16 or fp16.
-    if exact is not None and draft.recipe.find(("precision",)) is None:
+    if draft.recipe.find(("precision",)) is None:
         draft.put("engine.matmul_precision", exact, "tf32", "high")
-    elif exact is not None:
+    else:
         draft.needless("tf32", exact, "products are in the precision of the passes")
 
 
@@ -369,8 +362,6 @@ def _grouping(draft: Draft) -> None:
     """Convert batches of samples with similar length."""
     node = draft.pop("group_by_length")
     train = str(draft.expected("data.train"))
-    if node is None:
-        return
     traits = MODEL_TASKS.get(str(draft.expected("model.task")), ModelTask())
     chats = "messages_column" in train or "prompt_column" in train
     if not traits.label and not chats:
@@ -410,7 +401,7 @@ def name(draft: Draft) -> None:
                 fit,
                 "the run's folder is given by --run-dir" if key == "output_dir" else "",
             )
-        elif node is not None:
+        else:
             draft.needless(key, node, "the run has a name, and --run-dir says its folder")
 
 
@@ -445,11 +436,9 @@ def length(draft: Draft, epochs: float) -> None:
     # Trainer's default is -1: no limit by steps.
     if steps is not None and (number(steps) or 0) > 0:
         draft.put("train.max_steps", steps, "max_steps")
-        if given is not None:
-            draft.needless(key, given, "of no effect there: max_steps comes first")
+        draft.needless(key, given, "of no effect there: max_steps comes first")
         return
-    if steps is not None:
-        draft.needless("max_steps", steps, "it stands for none")
+    draft.needless("max_steps", steps, "it stands for none")
     if given is not None:
         draft.put("train.epochs", given, key)
     else:
@@ -461,8 +450,3 @@ def defaults(draft: Draft, whose: str) -> None:
     for path, value in _DEFAULTS.items():
         draft.assume(path, value, f"{whose} default")
     length(draft, 3)
-
-
-def refused(key: str, node: Tree, why: str) -> InputError:
-    """Return an error for a kind of training that ortlaunch does not have."""
-    return InputError(f"{node.key_place or node.place}: {key}: {in_one_line(node)}: {why}")

@@ -115,14 +115,12 @@ def _data(draft: Draft, chats: bool) -> None:
         ("dataset_train_split", first),
         ("dataset_text_field", field),
     ):
-        if node is not None and hub is not None:
+        if hub is not None:
             draft.needless(key, node, "data.train has it")
-        elif node is not None:
+        else:
             draft.drop(key, node, "there is no dataset_name")
-    if second is not None:
-        draft.drop("dataset_test_split", second, "nothing asks for an evaluation of it")
-    if answers is not None:
-        draft.needless("assistant_only_loss", answers, _ANSWERS)
+    draft.drop("dataset_test_split", second, "nothing asks for an evaluation of it")
+    draft.needless("assistant_only_loss", answers, _ANSWERS)
     draft.leave_out("completion_only_loss", _ANSWERS)
 
 
