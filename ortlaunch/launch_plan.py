@@ -216,10 +216,9 @@ class Plan:
     @cached_property
     def ranks(self) -> tuple[Rank, ...]:
         """Every rank in order, as the launcher's variables must describe it."""
-        world = self.world_size
         return tuple(
             # Ranks are numbered host by host.
-            Rank(node.first_rank + local, world, local, node.slots)
+            Rank(node.first_rank + local, self.world_size, local, node.slots)
             for node in self.nodes
             for local in range(node.slots)
         )

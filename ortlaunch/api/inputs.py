@@ -65,9 +65,8 @@ def load(source: Source, *assignments: str, **overrides: object) -> Recipe:
         RecipeError: with every problem of the recipe at once.
     """
     loaded = read(source, assignments, overrides)
-    made = loaded.file.recipe
-    made._folder = str(loaded.path.parent)
-    return made
+    loaded.file.recipe._folder = str(loaded.path.parent)
+    return loaded.file.recipe
 
 
 def validate(

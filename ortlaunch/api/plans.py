@@ -56,8 +56,7 @@ class PlannedRun(NamedTuple):
         """Return a line for each difference from another recipe, run folder or plan.json."""
         from ortlaunch.commands.plan_diff import PlanContext, differences, other_plan
 
-        options = self.resolved.command.options
-        context = PlanContext(options, os.environ, self.resolved.world.device)
+        context = PlanContext(self.resolved.command.options, os.environ, self.resolved.world.device)
         return differences(other_plan(other, context), self.plan)
 
 

@@ -99,11 +99,10 @@ class Trials:
     def _wants_more(self) -> bool:
         """Return whether no limit forbids another trial."""
         known = self._study.trials()
-        most = self._study.sweep.most
         steps = self._study.sweep.steps
         failed = sum(one.state == "fail" for one in known)
         return (
-            (most is None or len(known) < most)
+            (self._study.sweep.most is None or len(known) < self._study.sweep.most)
             and (
                 steps is None
                 or sum(_steps(self._folder.trial(one.number)) for one in known) < steps

@@ -330,16 +330,14 @@ def key(resolved: ResolvedRun) -> Json:
     """Return everything that decides which engine is fastest, as plain values."""
     recipe = resolved.file.recipe
     world = resolved.world
-    batch = resolved.work.batch
     whole = recipe.model_dump(mode="json")
-    own = recipe.data.factories
-    functions = (recipe.model.factory, recipe.engine.postprocess, *own)
+    functions = (recipe.model.factory, recipe.engine.postprocess, *recipe.data.factories)
     return {
         "model": whole["model"],
         "data": {name: whole["data"][name] for name in _SHAPES},
-        "custom_data": whole["data"]["train"] if own else None,
+        "custom_data": whole["data"]["train"] if recipe.data.factories else None,
         "code": [_code(resolved.command.modules, each) for each in functions if each],
-        "batch": [batch.micro_samples, batch.accumulation_steps],
+        "batch": [resolved.work.batch.micro_samples, resolved.work.batch.accumulation_steps],
         "precision": recipe.precision,
         "zero": whole["zero"],
         "optimizer": recipe.optimizer.name,

@@ -53,7 +53,6 @@ def _row(variant: Variant, player: VariantJob | None) -> Json:
     assert variant.resolved is not None
     took = [seconds for turn in player.turns for seconds in turn["seconds"]]
     tokens, padding = (sum(turn["tokens"][kind] for turn in player.turns) for kind in (0, 1))
-    batch = variant.resolved.work.batch
     ranks = variant.resolved.world.ranks
     # The median is robust against single slow steps.
     median = statistics.median(took)
@@ -64,7 +63,7 @@ def _row(variant: Variant, player: VariantJob | None) -> Json:
         "matmul_precision": variant.resolved.file.recipe.engine.matmul_precision,
         "ranks": ranks,
         "seconds": spread(took),
-        "samples_per_second": batch.global_samples / median,
+        "samples_per_second": variant.resolved.work.batch.global_samples / median,
         "tokens_per_second": tokens / len(took) / median if tokens else None,
         "padding_share": padding / (tokens + padding) if tokens else None,
         "flops_per_token": player.ready["flops_per_token"],

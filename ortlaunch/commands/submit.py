@@ -118,10 +118,9 @@ def submit(resolved: ResolvedRun, chosen: Path | None, run: RunDir, name: str) -
         RecipeError: a file or function of the user is absent, although the nodes share this disk.
     """
     chosen_recipe = resolved.file.recipe
-    modules = resolved.command.modules
     missing = [
         *inputs.missing_files(chosen_recipe),
-        *broken_factories(chosen_recipe, modules),
+        *broken_factories(chosen_recipe, resolved.command.modules),
     ]
     # An image or another cluster has files that this host need not have.
     if not SCHEDULERS[name].elsewhere and chosen_recipe.submit.container is None:

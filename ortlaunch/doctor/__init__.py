@@ -38,12 +38,11 @@ def lacking(recipe: Recipe, world: World) -> Iterator[tuple[str, str]]:
     for tracker in recipe.log.trackers:
         if not _installed(tracker):
             yield f"log.trackers: {tracker} is not installed", f'pip install "ortlaunch[{tracker}]"'
-    launcher = world.launcher
     package = launcher_of(world.launcher).package
     # On one host no launcher needs its package: ranks meet through a file.
     if package and len(world.hosts) > 1 and not _installed(package):
-        what = f"launcher {launcher} on more than one host: {package} is not installed"
-        yield what, f'pip install "ortlaunch[{launcher}]"'
+        what = f"launcher {world.launcher} on more than one host: {package} is not installed"
+        yield what, f'pip install "ortlaunch[{world.launcher}]"'
     if recipe.engine.name == "ort":
         # Without a GPU here the run is planned for another host, so CUDA is not checked.
         on_gpu = world.device == "cuda" and machine.visible_gpus(os.environ) > 0

@@ -205,11 +205,10 @@ class Graphs:
     def run(self, module: TorchModule, args: Args, kwargs: Kwargs) -> object:
         """Run the forward pass of a TorchModuleORT."""
         managers = module._execution_manager
-        model = module._original_module
         # ORT has fallen back to PyTorch, so its own manager runs the pass.
         if managers(True)._fallback_manager.is_pending():
             return managers(module.is_training()).forward(*args, **kwargs)
-        module._flattened_module.training = model.training
+        module._flattened_module.training = module._original_module.training
         call = _call(managers(True), args, kwargs)
         # Threads share the graphs, and ORT's attribute of the manager in use.
         with self._lock:

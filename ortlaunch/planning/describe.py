@@ -116,9 +116,8 @@ def _batch_lines(plan: Plan) -> list[str]:
 
 def _length_line(plan: Plan, recipe: Recipe) -> str:
     steps = recipe.train.max_steps
-    epochs = recipe.train.epochs
     if steps is None:
-        return f"steps: those of {epochs:g} epochs, counted once the data is read"
+        return f"steps: those of {recipe.train.epochs:g} epochs, counted once the data is read"
     return f"steps: {steps:,}, {steps * plan.batch.global_samples:,} samples"
 
 

@@ -84,9 +84,8 @@ def _state(one: Record) -> str:
 
 def _end(one: Record) -> str | None:
     """Return the text of an end that is neither a success nor a failure with a known cause."""
-    job = one.status.job
-    is_known = job.failure is not None or one.status.state.value == "succeeded"
-    return None if is_known else job.verdict
+    is_known = one.status.job.failure is not None or one.status.state.value == "succeeded"
+    return None if is_known else one.status.job.verdict
 
 
 def _failure(one: Record) -> tuple[str, tuple[str, ...]]:

@@ -118,9 +118,8 @@ def check(
 
 def finished(resolved: ResolvedRun, run: RunDir, options: ResumeOptions) -> str | None:
     """Return the lines to print if no step is left to train; None if the ranks have to run."""
-    recipe = resolved.file.recipe
-    done = None if options.begins_earlier else nothing_left(recipe, run)
-    return done and with_next(done, resolved.typed, recipe, run)
+    done = None if options.begins_earlier else nothing_left(resolved.file.recipe, run)
+    return done and with_next(done, resolved.typed, resolved.file.recipe, run)
 
 
 def record_finished(run: RunDir) -> None:

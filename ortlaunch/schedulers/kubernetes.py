@@ -138,15 +138,14 @@ def _trainjob(job: QueuedRun) -> Object:
     """Return the spec of a TrainJob."""
     # The runtime has the failure policy; a patch has no field for one.
     own = job.options["kubernetes"]
-    plan = job.plan
     container = _container(job)
     folder = container.pop("workingDir")
     trainer = {
         "image": container.pop("image"),
         "command": [*_SHELL, folder],
         "args": container.pop("command"),
-        "numNodes": len(plan.nodes),
-        "numProcPerNode": plan.nodes[0].slots,
+        "numNodes": len(job.plan.nodes),
+        "numProcPerNode": job.plan.nodes[0].slots,
         "resourcesPerNode": container.pop("resources"),
         "env": container.pop("env"),
     }

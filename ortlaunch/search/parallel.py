@@ -84,8 +84,7 @@ def picture(
 
 
 def _labels(parameter: Parameter) -> list[tuple[float, str]]:
-    values = parameter.ends
-    return [(_height(parameter, value), shown(value)) for value in values]
+    return [(_height(parameter, value), shown(value)) for value in parameter.ends]
 
 
 def _height(parameter: Parameter, value: object) -> float:

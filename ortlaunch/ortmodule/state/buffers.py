@@ -50,12 +50,11 @@ def keep_buffers_exact() -> None:
 @contextlib.contextmanager
 def buffers_kept(export: Export) -> Iterator[None]:
     """Restore modes and buffers after the export; changes by a pass are recorded or refused."""
-    module = export.module
     changed: dict[str, int] = {}
     try:
         with (
-            kept_modes(module),
-            kept_buffers(module, changed),
+            kept_modes(export.module),
+            kept_buffers(export.module, changed),
             _frozen_norms_written_out(export.training),
         ):
             yield
@@ -205,14 +204,13 @@ def _layers(export: Export, changed: dict[str, int]) -> list[str]:
         EngineError: a pass changes a buffer that ONNX Runtime's graph would not change.
         OnceMore: the layer of such a buffer can run as torch.
     """
-    module = export.module
     outer = torch_modules.paths(export)
     changed = {
         name: count for name, count in changed.items() if not torch_modules.inside(name, outer)
     }
     layers = sorted({name.rpartition(".")[0] for name in changed})
     for path in layers:
-        layer = module.get_submodule(path)
+        layer = export.module.get_submodule(path)
         name = _plain(path)
         if not isinstance(layer, _BatchNorm):
             buffers = ", ".join(

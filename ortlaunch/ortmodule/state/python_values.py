@@ -77,10 +77,10 @@ def watched(export: Export) -> Iterator[None]:
 
     A trace makes those of the first batch constant.
     """
-    info = export.info
     facts = export.facts
     numbers = [
-        name in info.onnx_graph_input_const_as_tensor for name in info.onnx_graph_input_names
+        name in export.info.onnx_graph_input_const_as_tensor
+        for name in export.info.onnx_graph_input_names
     ]
     with _Watch(export.module, numbers, torch_modules.paths(export)) as watch:
         facts["made"] = watch.made

@@ -362,14 +362,13 @@ def _trying_again(step: str, original: AnyFunction, manager: Manager, *args: Any
 
 def _leave_optimizer(manager: Manager, message: str, *configs: Any) -> bool:
     """Turn ORT's compute optimizer off if it failed at an unknown shape; return whether it did."""
-    options = manager._runtime_options
-    if "compute_optimizer" not in message or not options.enable_compute_optimizer:
+    if "compute_optimizer" not in message or not manager._runtime_options.enable_compute_optimizer:
         return False
     tally.note(
         "compute_optimizer is off: ONNX Runtime's ends at a shape of this model that is known in a "
         "pass only"
     )
-    for one in (options, *configs):
+    for one in (manager._runtime_options, *configs):
         one.enable_compute_optimizer = False
     return True
 

@@ -10,8 +10,7 @@ from ortlaunch.recipe.text.place import Problem
 
 def checkpoint_rules(recipe: Recipe) -> Iterator[Problem]:
     """Yield the problems of fields without effect."""
-    given = recipe.checkpoint
-    if given.keep is None and given.keep_every is not None:
+    if recipe.checkpoint.keep is None and recipe.checkpoint.keep_every is not None:
         yield (
             ("checkpoint.keep_every", "checkpoint.keep"),
             "has no effect beside keep: null, which keeps all; set only one",

@@ -134,9 +134,8 @@ def _batch(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _auto(recipe: Recipe) -> Iterator[Problem]:
-    total = recipe.batch.global_size
     steps = recipe.batch.accumulation_steps
-    if total is None:
+    if recipe.batch.global_size is None:
         yield (
             ("batch.micro_size", "batch.global_size"),
             "got auto, which keeps a global batch by accumulation; give batch.global_size",

@@ -94,8 +94,7 @@ class Saving:
 
     def is_due(self, step: int) -> bool:
         """Return whether a checkpoint is due after this step; the last step's always is."""
-        every = self.policy.every_steps
-        by_steps = every is not None and step % every == 0
+        by_steps = self.policy.every_steps is not None and step % self.policy.every_steps == 0
         return step == self.last_step or by_steps or self.completes_pass(step)
 
     def request_when_due(self, agreed: Agreement) -> None:

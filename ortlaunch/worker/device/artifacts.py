@@ -100,14 +100,13 @@ def ondevice(
 
 def as_on_a_device(recipe: Recipe, micro_samples: int) -> Recipe:
     """Return the recipe of the artifacts: each step is one pass, and nothing is sharded."""
-    fields = recipe.model
     alone = dict[str, object](gradient_checkpointing=False)
     # ONNX Runtime derives the gradient of eager attention, which consists of basic operators.
-    if not fields.traits.is_own:
+    if not recipe.model.traits.is_own:
         alone["attention"] = "eager"
     return recipe.model_copy(
         update={
-            "model": fields.model_copy(update=alone),
+            "model": recipe.model.model_copy(update=alone),
             "batch": BatchSizes(global_size=None, micro_size=micro_samples, accumulation_steps=1),
             "engine": Engine(name="eager"),
             "zero": None,

@@ -41,11 +41,10 @@ def turns(session: Session, samples: Samples) -> Iterator[tuple[Batch, range]]:
     batch of which no sample counts.
     """
     # With ZeRO 3 a forward pass is collective: every rank must run every turn.
-    group = session.group
     micro = session.plan.batch.micro_samples
-    for turn in range(0, len(samples), group.size * micro):
+    for turn in range(0, len(samples), session.group.size * micro):
         # Empty for a rank without samples left, which then runs sample 0.
-        first = turn + group.rank * micro
+        first = turn + session.group.rank * micro
         counted = range(first, min(first + micro, len(samples)))
         yield (
             session.batches.read(samples, [(index, 0) for index in counted or range(1)]),

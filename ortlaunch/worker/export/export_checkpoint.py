@@ -126,16 +126,15 @@ def _with_adapters(recipe: Recipe, form: str, lora: str) -> Recipe:
     Raises:
         InputError: the recipe has no adapters, or the format does not support the request.
     """
-    adapters = recipe.model.lora
     if not lora:
         return recipe
-    if adapters is None:
+    if recipe.model.lora is None:
         raise InputError(f"--lora {lora}: the run has no adapters; its recipe has no model.lora")
     if form == "ondevice" or (form == "onnx" and lora == "alone"):
         told = "separate adapters, for training" if form == "ondevice" else "adapters merged"
         raise InputError(f"--lora {lora}: --format {form} has {told}; leave --lora out")
     model = recipe.model.model_copy(
-        update={"lora": adapters.model_copy(update={"merge": lora == "merged"})}
+        update={"lora": recipe.model.lora.model_copy(update={"merge": lora == "merged"})}
     )
     return recipe.model_copy(update={"model": model})
 

@@ -27,11 +27,10 @@ def beating(group: DistributedContext, watchdog: Watchdog) -> Iterator[None]:
         yield
         return
     place = _place(group, watchdog.exchange.socket)
-    pulse = watchdog.pulse
     if place is not None:
-        pulse.place = place
+        watchdog.pulse.place = place
     ended = threading.Event()
-    threading.Thread(target=_count, args=(pulse, ended), daemon=True).start()
+    threading.Thread(target=_count, args=(watchdog.pulse, ended), daemon=True).start()
     try:
         yield
     finally:

@@ -106,9 +106,8 @@ def _is_made_anew(account: Account, watchdog: Watchdog) -> bool:
     )
     if not in_pod or watchdog.verdict is not None or not account.read()["secondary"]:
         return False
-    run = account.run
-    return bool(run.complete_checkpoints()) or any(
-        not recorded(path)["secondary"] for path in run.error_records
+    return bool(account.run.complete_checkpoints()) or any(
+        not recorded(path)["secondary"] for path in account.run.error_records
     )
 
 

@@ -147,10 +147,9 @@ def _write(run: RunDir, group: DistributedContext, record: Json) -> None:
 
 
 def _facts(session: Session) -> Json:
-    recipe = session.recipe
     group = session.group
     engine = session.engine
-    dtype = dtype_of(recipe.precision)
+    dtype = dtype_of(session.recipe.precision)
     peak = None
     # The rate of a CPU changes with every other process, so that it is not measured.
     if group.device.type == "cuda":
@@ -206,7 +205,6 @@ def _badness(verdict: Json) -> float:
 
 
 def _compared(session: Session) -> Comparison:
-    recipe = session.recipe
     engine = session.engine
     batch = engine.to_device(session.batches.micro_batch(0, 0, session.group.rank))
     with engine.uncounted(compiled=True):
@@ -217,9 +215,9 @@ def _compared(session: Session) -> Comparison:
             module,
             batch,
             engine.another if engine.record.engine.used == "ort" else None,
-            precision=recipe.precision,
+            precision=session.recipe.precision,
             autocast=autocast,
-            tolerance=recipe.engine.parity_tolerance,
+            tolerance=session.recipe.engine.parity_tolerance,
         )
 
 

@@ -117,10 +117,8 @@ def _train(
     ending: contextlib.ExitStack,
 ) -> TrainState:
     recipe = session.recipe
-    run = session.run
     group = session.group
     engine = session.engine
-    batches = session.batches
     state = _resume(session)
     saving = _saving(session, state, hook, exports)
     if best.stops_early(recipe, state.step, state.best):
@@ -155,7 +153,7 @@ def _train(
         saving.request_when_due(agreed)
         exports.advance()
         loss, stepped, rate = _step(session, state, agreed, bad_steps, profiler)
-        state.end_step(batches)
+        state.end_step(session.batches)
         meter.took(loss)
         engine.plain.end_step(state.step, state.samples, engine.stepper.numbers)
         progress.step()
@@ -168,7 +166,7 @@ def _train(
         state.owes_evaluation = session.data.evaluation is not None and (
             last
             or _due(state.step, recipe.train.evaluate_every_steps)
-            or batches.completes(state.step, recipe.train.evaluate_every_epochs)
+            or session.batches.completes(state.step, recipe.train.evaluate_every_epochs)
         )
         if state.owes_evaluation and not asked.stops:
             with meter.paused():
@@ -182,7 +180,7 @@ def _train(
     agreed.stopped = _saves_through(session, saving, agreed, state.step)
     profiler.finish()
     if metrics:
-        write_json(run.engine, engine.report().to_json())
+        write_json(session.run.engine, engine.report().to_json())
     return state
 
 
@@ -468,9 +466,8 @@ def _resume(session: Session) -> TrainState:
     # The samples of so many steps at the present batch size, for the note.
     batches.go_on(0, 0)
     usual = batches.places_passed(step)
-    seen = found.samples
     loaded = checkpoint.load(folder, session.engine.stepper.named_state(), session.group)
-    state = TrainState(**{"samples": seen, **loaded})
+    state = TrainState(**{"samples": found.samples, **loaded})
     state.best = best.remembered(session, state.best)
     # A best evaluation must have its checkpoint in this folder.
     state.owes_evaluation &= folder.parent == session.run.checkpoints

@@ -173,9 +173,8 @@ class BadSteps:
             return checkpoint.newest_of_all(self.session.run, self.session.group)
 
     def _roll_back(self, found: BadStep, state: Any, newest: tuple[int, Path]) -> None:
-        batches = self.session.batches
         found.checkpoint = newest[0]
-        found.places = list(batches.stretch(state.step))
+        found.places = list(self.session.batches.stretch(state.step))
         self._leave_out(found)
         where = f"the checkpoint after step {newest[0]}"
         count = f"{self.rollbacks} of at most {self.train.max_rollbacks}"

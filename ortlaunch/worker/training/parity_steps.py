@@ -243,8 +243,7 @@ class ParitySteps:
     def _verdict(self) -> str:
         """Return the last line of a passed comparison, after a table if requested."""
         worst = _worst(self.records)
-        used = self.engine.record.engine.used
-        shown = f"{table(worst, used)}\n" if self.with_table else ""
+        shown = f"{table(worst, self.engine.record.engine.used)}\n" if self.with_table else ""
         how = ", both compared at matmul_precision highest" if self.lowered else ""
         judged = len(_judged(self.records))
         if not judged:

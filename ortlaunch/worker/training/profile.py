@@ -112,10 +112,9 @@ class StepProfiler:
 
     @contextlib.contextmanager
     def _profiled(self) -> Iterator[None]:
-        progress = self.session.progress
         stages = list[tuple[int, int]]()
 
-        def at(stage: int, show: Callable[[int], None] = progress.pulse.at) -> None:
+        def at(stage: int, show: Callable[[int], None] = self.session.progress.pulse.at) -> None:
             stages.append((time.time_ns(), stage))
             show(stage)
 
@@ -130,7 +129,7 @@ class StepProfiler:
         with (
             self._ort.used() if self._ort else contextlib.nullcontext(),
             marks,
-            mock.patch.object(progress.pulse, "at", at),
+            mock.patch.object(self.session.progress.pulse, "at", at),
             torch.profiler.profile(
                 activities=[torch.profiler.ProfilerActivity.CPU],
                 record_shapes=True,

@@ -21,7 +21,6 @@ def stop(session: Session, asked: RankRequest, step: int) -> RankRequest:
     """
     if not asked.stops:
         return asked
-    run = session.run
     steps = session.recipe.train.steps
     folder = session.run.checkpoint(step)
     # Rank 0's answer counts: hosts may see a shared file system in different states.
@@ -29,7 +28,7 @@ def stop(session: Session, asked: RankRequest, step: int) -> RankRequest:
         raise _not_saved(session, asked, "see NOT SAVED above")
     if session.group.rank == 0:
         how = Stopped(step, steps, _who(session, asked), asked.exit_status)
-        write_json(run.stopped, as_json(how))
+        write_json(session.run.stopped, as_json(how))
         print(f"stopped by {how.by} after step {step} of {steps}, saved: {folder}", flush=True)
     # No rank exits before stopped.json is written.
     session.group.barrier()

@@ -209,7 +209,6 @@ def late_notes(report: EngineReport, told: Collection[str]) -> list[str]:
 
 def outcome_lines(report: EngineReport) -> list[str]:
     """Return lines on the engine that ran."""
-    engine = report.engine
     ort = report.onnxruntime
     if report.inductor:
         graphs = report.inductor.graphs
@@ -218,12 +217,12 @@ def outcome_lines(report: EngineReport) -> list[str]:
             f"ran on engine inductor: {graphs} graphs compiled, {breaks} graph breaks on rank 0"
         ]
     if not ort:
-        return [f"ran on engine {engine.used}"]
+        return [f"ran on engine {report.engine.used}"]
     passes = (
         f"{ort.forward_passes} forward, {ort.backward_passes} backward passes "
         "by ONNX Runtime on rank 0"
     )
-    ran = f"ran on engine {engine.used}: {passes}, {counted(ort.fallbacks, 'fallback')}"
+    ran = f"ran on engine {report.engine.used}: {passes}, {counted(ort.fallbacks, 'fallback')}"
     return [ran, *_graph(ort), f"optimizer {report.optimizer.used}", *_torch(ort)]
 
 
