@@ -95,5 +95,4 @@ def resolved(
     loaded: LoadedRecipe, options: LaunchOptions, environ: Mapping[str, str] = os.environ
 ) -> ResolvedRun:
     """Resolve a loaded recipe for these hosts and this machine."""
-    command = Command(loaded.given, loaded.path, options, environ)
-    return resolve_file(loaded.file, command)
+    return resolve_file(loaded.file, Command(loaded.given, loaded.path, options, environ))

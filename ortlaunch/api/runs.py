@@ -186,8 +186,7 @@ class Run:
         """
         from ortlaunch.commands.export import ExportOptions, export
 
-        place = None if to is None else Path(to)
-        options = ExportOptions(step, place, format, push, lora)
+        options = ExportOptions(step, None if to is None else Path(to), format, push, lora)
         return export(self._folder, options, ("stdout", "stderr") if progress else ())
 
     def generate(

@@ -92,8 +92,7 @@ class Sweep:
     def __str__(self) -> str:
         """Return a table of the trials and lines on the best, for a person."""
         trials = self.trials()
-        rows = [("trial", "state", "steps", "result"), *map(_row, trials)]
-        lines = aligned(rows)
+        lines = aligned([("trial", "state", "steps", "result"), *map(_row, trials)])
         study = Study(self._folder, self._recipe)
         for one in self.best():
             lines.append(f"best: trial {one.number}; its recipe: {self.recipe(one.number)}")

@@ -120,8 +120,7 @@ def measured(resolved: ResolvedRun, print_line: PrintLine) -> Choice:
     print_line(f"engine auto: measuring once, in {folder}")
     try:
         # The steps to profile are the training's.
-        without = resolved.with_overrides("log.profile_steps=null")
-        found = prepared(without, ENGINES[::-1], ())
+        found = prepared(resolved.with_overrides("log.profile_steps=null"), ENGINES[::-1], ())
         report = measure(
             resolved, found, SHORT, folder, print_line, partial(_require_worth, resolved)
         )

@@ -67,8 +67,7 @@ class VariantJob:
         self.run.order.unlink(missing_ok=True)
         self.run.results.unlink(missing_ok=True)
         self._number = self._read = 0
-        launched = {"launched": time.time(), "warm_up_steps": WARM_UP_STEPS}
-        write_json(self.run.bench, launched)
+        write_json(self.run.bench, {"launched": time.time(), "warm_up_steps": WARM_UP_STEPS})
         self._job = backend(plan.launcher).submit(request, self.run.output)
         answer = self._answer()
         # A job that starts again for each turn would report times with warm caches.

@@ -184,7 +184,6 @@ def with_launch_options(verb: Callable[..., None]) -> Callable[..., None]:
         one for name in own for one in (shared.values() if name == "options" else [own[name]])
     ]
     # Typer reads both: the annotations and the signature.
-    named = {one.name: one.annotation for one in together}
-    with_options.__annotations__ = named
+    with_options.__annotations__ = {one.name: one.annotation for one in together}
     vars(with_options)["__signature__"] = inspect.Signature(together)
     return with_options

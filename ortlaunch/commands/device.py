@@ -55,8 +55,7 @@ def import_checkpoint(
     run = RunDir(folder)
     # A training may still run: the checkpoint must not be deleted meanwhile.
     with held(run, lambda: chosen_step(run, step)) as found:
-        request = ImportRequest(str(place), str(chosen), str(run), found, str(to))
-        return tasks.run_alone(request)
+        return tasks.run_alone(ImportRequest(str(place), str(chosen), str(run), found, str(to)))
 
 
 def _require_new(to: str | None) -> None:

@@ -58,8 +58,7 @@ def convert(draft: Draft) -> None:
 def _mixture(draft: Draft, node: Tree, chats: bool) -> None:
     """Convert a mixture of data sets of the hub, of which TRL takes all rows, or a part of them."""
     parts = node.find(("datasets",)) or node
-    trained = draft.value("assistant_only_loss")
-    columns = _columns(chats, None, trained)
+    columns = _columns(chats, None, draft.value("assistant_only_loss"))
     sources, less = [], []
     for part in parts.children.values():
         given = part.plain() if part.kind == "mapping" else {}

@@ -110,8 +110,7 @@ def seconds_by_kind(counted: Counted, rates: Rates) -> dict[str, float]:
 
 def _rate(curve: list[tuple[float, float]], size: float) -> float:
     """Return the seconds of a unit at a size, interpolated between the measured sizes."""
-    sizes = [each for each, _ in curve]
-    after = bisect.bisect(sizes, size)
+    after = bisect.bisect([each for each, _ in curve], size)
     if after in (0, len(curve)):
         return curve[max(0, after - 1)][1]
     (low, slow), (high, fast) = curve[after - 1 : after + 1]

@@ -70,8 +70,7 @@ def missing_files(recipe: Recipe, task: str = "train") -> Iterator[Problem]:
             yield from (((key,), why) for why in pointers(files_read(key, str(value))))
             continue
         # Any other value may be the name of a model on the Hugging Face Hub.
-        named = value.startswith(("/", "./", "../", "~")) or "$" in value or "://" in value
-        if named:
+        if value.startswith(("/", "./", "../", "~")) or "$" in value or "://" in value:
             yield (key,), f"got {value}, and no such folder exists here{_remedy(value)}"
     yield from _small_vocabulary(recipe)
 

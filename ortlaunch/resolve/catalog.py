@@ -31,8 +31,7 @@ def catalog() -> list[str]:
 
 def _model(recipe: Recipe) -> str:
     model = recipe.model
-    kind = (model.config or {}).get("model_type")
-    return str(model.pretrained or kind or model.factory)
+    return str(model.pretrained or (model.config or {}).get("model_type") or model.factory)
 
 
 def _method(recipe: Recipe) -> str:

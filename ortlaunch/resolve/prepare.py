@@ -62,8 +62,7 @@ def write_run(
         records[run.deepspeed] = plan.deepspeed
     variables = {**variables_in(os.environ), **variables_in(chosen.launch.env)}
     records[run.environment] = {**provenance.environment(), "ortmodule_variables": variables}
-    texts = {run.recipe: recipe.to_yaml(chosen), run.plan: plan.to_json()}
-    for path, text in texts.items():
+    for path, text in {run.recipe: recipe.to_yaml(chosen), run.plan: plan.to_json()}.items():
         write_text(path, text)
     for path, record in records.items():
         write_json(path, record)

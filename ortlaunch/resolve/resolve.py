@@ -136,8 +136,7 @@ def resolve(
         InputError: the recipe or the hosts are wrong, or do not fit each other.
     """
     found = shipped.locate(path)
-    file = load(found, overrides)
-    return resolve_file(file, Command(path, found, options, environ))
+    return resolve_file(load(found, overrides), Command(path, found, options, environ))
 
 
 def resolve_file(file: RecipeFile, command: Command, world: World | None = None) -> ResolvedRun:

@@ -232,8 +232,7 @@ def beginning(
         return Beginning(
             chosen, options, (*lines, "  it has no record of its recipe, so nothing is compared")
         )
-    now = today(resolved)
-    found = origin.differences(made, now)
+    found = origin.differences(made, today(resolved))
     # Changes of fields that only a training uses do not matter to an evaluation.
     if not trains:
         found = origin.of_evaluation(chosen.folder, found)

@@ -55,8 +55,7 @@ def _train(
     if (run.lock.exists() or run.output.exists()) and (rank is None or rank.rank == 0):
         # Before anything is measured: a living run in the folder must end this command at once. A
         # requeued turn waits for the earlier one, which may save a checkpoint meanwhile.
-        patience = inside.patience_seconds()
-        lock.acquire(run, keep=rank is not None, patience_seconds=patience)
+        lock.acquire(run, keep=rank is not None, patience_seconds=inside.patience_seconds())
     mark = mark_of(run, rank) if rank is not None else None
     if rank is not None and mark is not None:
         # Other ranks start with the choices and the plan of rank 0.

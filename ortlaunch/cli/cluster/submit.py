@@ -36,8 +36,7 @@ def submit(
         _print_notes(submission.notes)
         request = submission.request()
         typer.echo(request.files[0][1], nl=False)
-        told = f"would be {request.files[0][0]}, sent by: {shlex.join(request.argv)}"
-        _print_notes([told])
+        _print_notes([f"would be {request.files[0][0]}, sent by: {shlex.join(request.argv)}"])
         return
     queued = submission.send()
     # After it: a missing file is a note of the one and an error of the other.

@@ -55,8 +55,7 @@ def _head_loss(inference: ShapeInference, node: onnx.NodeProto) -> None:
         shape if inference._try_get_value(node, place) else [0]
         for place, shape in ((5, hidden), (6, weight), (7, weight[:1]))
     )
-    shapes = [[], *gradients, []]
-    _set_types(inference, node, (exact, own, exact, exact, exact), shapes)
+    _set_types(inference, node, (exact, own, exact, exact, exact), [[], *gradients, []])
 
 
 def _attention(inference: ShapeInference, node: onnx.NodeProto) -> None:

@@ -260,8 +260,7 @@ class Call:
             return _constantly(None)
         if "Tensor" in kind:
             return self._tensor(old, new)
-        constant = old.node().kind() == "prim::Constant"
-        if constant:
+        if old.node().kind() == "prim::Constant":
             value = _value(old)
             return _constantly(value.item() if isinstance(value, torch.Tensor) and not value.dim() else
                                value.tolist() if isinstance(value, torch.Tensor) else value)  # fmt: skip

@@ -221,8 +221,7 @@ class _Translator:
         for one in written:
             self._makers.setdefault(_operator(one), {})[node.kind()] = line
             if line:
-                kind = one.kind().rpartition("::")[2]
-                self._lines.setdefault((scope, kind), {})[line] = None
+                self._lines.setdefault((scope, one.kind().rpartition("::")[2]), {})[line] = None
 
     def _is_fused(self, given: Sequence[Any], inputs: Sequence[Any], listed: bool) -> bool:
         learns_mask = self._gradients.reach(inputs[3])

@@ -205,8 +205,7 @@ def _stream(key: str, corpus: Corpus, recipe: Recipe) -> Iterator[Problem]:
 
 def _mixture(data: Data) -> Iterator[Problem]:
     # Only ratios of weights matter; they need not sum to 1.
-    weights = [part.weight for part in data.parts]
-    total = sum(filter(None, weights))
+    total = sum(filter(None, [part.weight for part in data.parts]))
     for number, part in enumerate(data.parts):
         key = f"data.train[{number}]"
         if part.weight is None and total:

@@ -60,11 +60,10 @@ def _whole(tree: Tree, path: Path, problems: list[Line], seen: Sequence[Path]) -
         )
     base = tree.find(("extends",))
     # Keys that begin with `x-` or `.` only hold YAML anchors.
-    left_out = (
+    for key in (
         "extends",
         *(key for key in tree.children if str(key).startswith(("x-", "."))),
-    )
-    for key in left_out:
+    ):
         tree = tree.without((key,))
     return tree if base is None else merge(_read_base(base, path, problems, seen), tree)
 

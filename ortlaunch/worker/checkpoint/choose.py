@@ -118,8 +118,7 @@ def explain(
     made = origin.read(found.folder)
     if made is None or not run.plan.exists():
         return
-    now = {**origin.of_run(run, recipe), **identity}
-    changes = origin.differences(made, now)
+    changes = origin.differences(made, {**origin.of_run(run, recipe), **identity})
     if Plan.read(run.plan).traits.evaluates:
         changes = origin.of_evaluation(found.folder, changes)
     # The control side has reported all other fields of this checkpoint.

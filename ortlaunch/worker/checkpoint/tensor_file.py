@@ -129,8 +129,7 @@ def _blocks(tensor: torch.Tensor) -> Iterable[memoryview]:
     """Yield the bytes of a flat tensor, block by block."""
     if not tensor.numel():
         return
-    step = _BLOCK // tensor.element_size()
-    for piece in tensor.detach().split(step):
+    for piece in tensor.detach().split(_BLOCK // tensor.element_size()):
         yield memoryview(piece.cpu().contiguous().view(torch.uint8).numpy())
 
 

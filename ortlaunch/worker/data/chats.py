@@ -269,8 +269,7 @@ class _Template:
 
     def _compared(self, chat: Chat) -> Rendered:
         messages = chat.messages
-        variables = self._variables(chat)
-        whole = self._text(messages, **variables)
+        whole = self._text(messages, **self._variables(chat))
         # A template may rewrite earlier turns, so no more answers are searched than count.
         if self.train_on == "all":
             return Rendered(whole, [(0, len(whole))])

@@ -105,8 +105,7 @@ def first_fit_decreasing(sizes: Sequence[int] | _Ints, capacity: int) -> _Ints:
         fresh = -(-len(group) // (capacity // size))
         left = np.append(left, np.full(fresh, capacity))
         # The number of items of this size that have a place up to each bin.
-        until = np.cumsum(left // size)
-        bins = np.searchsorted(until, np.arange(len(group)), side="right")
+        bins = np.searchsorted(np.cumsum(left // size), np.arange(len(group)), side="right")
         found[group] = bins
         left -= np.bincount(bins, minlength=len(left)) * size
         left = left[: max(used, int(bins[-1]) + 1)]

@@ -79,8 +79,7 @@ def watch(rank: Rank, run: RunDir, live: Callable[[Watchdog], int | None]) -> in
         signal.signal(number, child.pass_on)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
     read_ends = {name: ends[0] for name, ends in streams.items()}
-    screen = screen_of(plan, rank.rank)
-    finished, status = _relay(child, rank, run, read_ends, watchdog, screen)
+    finished, status = _relay(child, rank, run, read_ends, watchdog, screen_of(plan, rank.rank))
     code = conclude(account, child, status, finished, oom_kills, watchdog)
     watchdog.leave()
     account.close()
