@@ -194,12 +194,12 @@ def _echoes(partial: _Set, complete: Sequence[_Set]) -> bool:
     # srun uses the PMI protocol, too, but sets none of Hydra's local names.
     if partial.launcher != _MPI:
         return False
-    said = [(field, _number(name, partial.values[name])) for field, name in _fields(partial)]
+    said = [
+        (field, _number(name, partial.values[name]))
+        for field, name in enumerate(partial.names[:4])
+        if name in partial.values
+    ]
     return any(all(_rank(whole)[field] == number for field, number in said) for whole in complete)
-
-
-def _fields(found: _Set) -> list[tuple[int, str]]:
-    return [(field, name) for field, name in enumerate(found.names[:4]) if name in found.values]
 
 
 def _partial(found: _Set, complete: Sequence[_Set], env: Mapping[str, str]) -> str:

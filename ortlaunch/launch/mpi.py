@@ -115,12 +115,10 @@ def _own_address(plan: Plan) -> str | None:
 
 def hostfile(nodes: Sequence[Node], mpi: str) -> str:
     """Return the host file in the family's own format."""
-    write = _open_mpi_line if mpi == "Open MPI" else _hydra_line
-    return "".join(f"{write(node)}\n" for node in nodes)
-
-
-def _open_mpi_line(node: Node) -> str:
-    return f"{node.host} slots={node.slots}"
+    return "".join(
+        f"{node.host} slots={node.slots}\n" if mpi == "Open MPI" else f"{_hydra_line(node)}\n"
+        for node in nodes
+    )
 
 
 def _hydra_line(node: Node) -> str:

@@ -13,9 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from ortlaunch import machine, start
 from ortlaunch.launch.host_agent import BEAT, BEAT_SECONDS, MORE_SECONDS
@@ -79,7 +77,8 @@ def main() -> int:
         (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
     ):
         signal.signal(number, lambda number, frame: asked.append(number))
-    environ = _values(work, os.environ)
+    # The ranks' variables: the forwarded ones of this shell, and those of the plan.
+    forwarded = {name: os.environ[name] for name in work["forward"] if name in os.environ}
     machine.raise_open_file_limit()
     try:
         agents = [HostAgent(one["host"], one["argv"]) for one in work["agents"]]
@@ -89,15 +88,14 @@ def main() -> int:
         print(f"ortlaunch: {hosts} hosts take as many open files and processes: {error}; raise "
               "`ulimit -n` and `ulimit -u`", file=sys.stderr, flush=True)  # fmt: skip
         return 1
-    rest = {"cwd": os.getcwd(), "env": environ, "grace_seconds": work["grace_seconds"]}
+    rest = {
+        "cwd": os.getcwd(),
+        "env": {**forwarded, **work["env"]},
+        "grace_seconds": work["grace_seconds"],
+    }
     for agent in agents:
         agent.send_line(json.dumps({"argv": agent.argv, **rest}))
     return _wait(agents, asked, RunDir(Path(sys.argv[1]).parent))
-
-
-def _values(work: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the ranks' variables: those of the plan, and the forwarded ones of this shell."""
-    return {**{name: environ[name] for name in work["forward"] if name in environ}, **work["env"]}
 
 
 def _wait(agents: list[HostAgent], asked: list[int], run: RunDir) -> int:

@@ -79,7 +79,8 @@ def found(run: RunDir, job: JobRecord, queue: Queue = ask) -> JobRecord:
     if seen is None:
         return job if job.state.is_end else _ended(run, job, None)
     if not seen.state.is_end:
-        return replace(job, state=seen.state, ended=None, exit_status=None, verdict=_waiting(seen))
+        waits = f"queued: {seen.words}" if seen.state is JobState.PENDING else None
+        return replace(job, state=seen.state, ended=None, exit_status=None, verdict=waits)
     # The job's script may have recorded the end since `job` was read.
     written = JobRecord.read(run)
     if written is not None and written.id == job.id and written.state.is_end:
@@ -125,10 +126,6 @@ def cancel(run: RunDir, job: JobRecord) -> JobRecord:
     if seen is None and SCHEDULERS[job.backend].elsewhere:
         job.at_end(JobState.CANCELLED, 1, "ortlaunch: cancelled").write(run)
     return found(run, JobRecord.read(run) or job)
-
-
-def _waiting(seen: QueueState) -> str | None:
-    return f"queued: {seen.words}" if seen.state is JobState.PENDING else None
 
 
 def _ended(run: RunDir, job: JobRecord, seen: QueueState | None) -> JobRecord:

@@ -54,7 +54,9 @@ def beside(draft: Draft, node: Tree) -> None:
         return _parts(
             draft, {str(key): child for key, child in node.children.items()}, "deepspeed."
         )
-    path = next((each for each in _places(node) if each.is_file()), None)
+    # Beside the config, and relative to the current folder. An absolute path replaces the folder.
+    places = (Path(node.place.source).parent / in_one_line(node), Path(in_one_line(node)))
+    path = next((each for each in places if each.is_file()), None)
     if path is None:
         draft.drop(
             "deepspeed", node, "there is no such file here; give zero.stage, and zero.deepspeed"
@@ -71,12 +73,6 @@ def beside(draft: Draft, node: Tree) -> None:
     inner = config(path)
     draft.needless("deepspeed", node, f"{path} is read")
     return _parts(draft, {str(key): child for key, child in inner.children.items()}, "")
-
-
-def _places(node: Tree) -> list[Path]:
-    """Return possible locations: beside the config, and relative to the current folder."""
-    # An absolute path replaces the folder before it.
-    return [Path(node.place.source).parent / in_one_line(node), Path(in_one_line(node))]
 
 
 def _parts(draft: Draft, parts: dict[str, Tree], prefix: str) -> None:

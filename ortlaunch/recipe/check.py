@@ -59,7 +59,9 @@ def check(tree: Tree) -> Checked:
             found = [(_path(details, tree), details) for details in error.errors()]
         # Paths in `doubtful` were reported already, or are the targets of unknown keys.
         for path, details in found:
-            if path not in doubtful and not _without_its_base(details, doubtful):
+            # Where `extends` is misspelt, no base was read, and its values are missing.
+            of_base = details["type"] == "missing" and ("extends",) in doubtful
+            if path not in doubtful and not of_base:
                 problems.append(
                     Line(tree.where(path), f"{dotted(path)}: {_message(path, details, tree)}")
                 )
@@ -96,11 +98,6 @@ def _message(path: KeyPath, details: ErrorDetails, tree: Tree) -> str:
         if details["type"] == "missing" and written is None
         else wrong(path, details, written)
     )
-
-
-def _without_its_base(details: ErrorDetails, doubtful: Sequence[KeyPath]) -> bool:
-    """Return whether a value is missing because `extends` is misspelt, and no base was read."""
-    return details["type"] == "missing" and ("extends",) in doubtful
 
 
 def _mended(tree: Tree, path: KeyPath) -> Tree:

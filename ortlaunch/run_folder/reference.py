@@ -67,15 +67,11 @@ def _folder() -> str:
 
 def _inside(types: dict[str, ast.ClassDef], name: str) -> Iterator[str]:
     """Yield the record types of a type's fields, depth first."""
-    for field in _fields(types[name]):
+    for field in (each for each in types[name].body if isinstance(each, ast.AnnAssign)):
         for inner in (each.id for each in ast.walk(field.annotation) if isinstance(each, ast.Name)):
             if inner in types:
                 yield inner
                 yield from _inside(types, inner)
-
-
-def _fields(type_: ast.ClassDef) -> list[ast.AnnAssign]:
-    return [each for each in type_.body if isinstance(each, ast.AnnAssign)]
 
 
 def _section(types: dict[str, ast.ClassDef], name: str) -> list[str]:

@@ -61,7 +61,10 @@ def picture(
     metrics = [metric.metric for metric in search.metrics]
     names = [*search.space, *metrics]
     xs = dict(zip(names, _spread(len(names), _LEFT, _RIGHT)))
-    axes = [Axis(xs[name], name, _labels(parameter)) for name, parameter in search.space.items()]
+    axes = [
+        Axis(xs[name], name, [(_height(each, value), shown(value)) for value in each.ends])
+        for name, each in search.space.items()
+    ]
     heights: dict[str, dict[int, float]] = {}
     for name in metrics:
         values = [one.values[name] for one in complete]
@@ -81,10 +84,6 @@ def picture(
     # The best lines are drawn last, above the others.
     lines.sort(key=lambda line: line.is_best)
     return Picture(axes, lines, [*importances.items()], metrics[0])
-
-
-def _labels(parameter: Parameter) -> list[tuple[float, str]]:
-    return [(_height(parameter, value), shown(value)) for value in parameter.ends]
 
 
 def _height(parameter: Parameter, value: object) -> float:

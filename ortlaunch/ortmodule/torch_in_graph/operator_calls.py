@@ -242,9 +242,9 @@ class Call:
     def _argument(self, old: Any, new: Any, arg: GraphContext) -> Build:
         kind = str(arg.type)
         if old.node().kind() == "prim::ListConstruct":
+            of_item = kind.replace("List[", "").replace("[]", "")
             inner = [
-                self._one(o, n, _inside(kind))
-                for o, n in zip(old.node().inputs(), new.node().inputs())
+                self._one(o, n, of_item) for o, n in zip(old.node().inputs(), new.node().inputs())
             ]
             return lambda tensors: [build(tensors) for build in inner]
         return self._one(old, new, kind)
@@ -330,10 +330,6 @@ def _is_number(value: Any) -> bool:
     found = _value(value)
     of_tensor = isinstance(found, torch.Tensor) and not found.dim() and found.dtype != torch.bool
     return of_tensor or isinstance(found, (int, float, str))
-
-
-def _inside(kind: str) -> str:
-    return kind.replace("List[", "").replace("[]", "")
 
 
 def _value(constant: Any) -> Any:

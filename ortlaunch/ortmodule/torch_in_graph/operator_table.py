@@ -56,28 +56,8 @@ def _has_float(inputs: Sequence[Any]) -> bool:
     return any(value.type().scalarType() in _FLOATS for value in inputs[:2])
 
 
-def _has_no_float(inputs: Sequence[Any]) -> bool:
-    return not _has_float(inputs)
-
-
 def _is_number(inputs: Sequence[Any]) -> bool:
     return bool(inputs[0].type().dim() == 0)
-
-
-def _is_unbatched(inputs: Sequence[Any]) -> bool:
-    return bool(inputs[0].type().dim() == 3)
-
-
-def _has_fraction(inputs: Sequence[Any]) -> bool:
-    return any(scale != int(scale) for scale in constants(inputs[-1]))
-
-
-def _has_rare_order(inputs: Sequence[Any]) -> bool:
-    return not set(constants(inputs[1])) <= set(_NORMS)
-
-
-def _is_no_matrix(inputs: Sequence[Any]) -> bool:
-    return bool(inputs[0].type().dim() != 2)
 
 
 def _has_several(inputs: Sequence[Any]) -> bool:
@@ -182,7 +162,12 @@ OPERATORS = (
         "rounds a quotient that float32 has rounded up; of integers by 0: ends the process",
         lambda inputs: len(inputs) > 2 and (_has_float(inputs) or _divides_by_values(inputs)),
     ),
-    Operator("pow", TORCH, "of integers by way of float64: not exact, not wrapped", _has_no_float),
+    Operator(
+        "pow",
+        TORCH,
+        "of integers by way of float64: not exact, not wrapped",
+        lambda inputs: not _has_float(inputs),
+    ),
     # The table has no underscores at the end of names.
     Operator("__rshift", TORCH, "of a negative number: rounds towards zero"),
     Operator("bitwise_right_shift", TORCH, "as `>>`"),
@@ -210,13 +195,23 @@ OPERATORS = (
     Operator("std", norm_forms.rooted("std"), "of equal numbers: a gradient of nan"),
     Operator("std_mean", norm_forms.rooted("std_mean"), "as `std`"),
     Operator("frobenius_norm", norm_forms.rooted("frobenius_norm"), "of zeros: a gradient of nan"),
-    Operator("linalg_vector_norm", TORCH, "of other orders: nan at zero", _has_rare_order),
+    Operator(
+        "linalg_vector_norm",
+        TORCH,
+        "of other orders: nan at zero",
+        lambda inputs: not set(constants(inputs[1])) <= set(_NORMS),
+    ),
     Operator("cdist", TORCH, "nan behind equal vectors"),
     Operator("cosine_similarity", TORCH, "nan behind vanishing vectors; a dimension too many"),
     Operator(
         "pairwise_distance", TORCH, "nan behind equal vectors; p = 1 and 3 without absolute values"
     ),
-    Operator("cross_entropy_loss", TORCH, "takes labels that are no class", _is_no_matrix),
+    Operator(
+        "cross_entropy_loss",
+        TORCH,
+        "takes labels that are no class",
+        lambda inputs: inputs[0].type().dim() != 2,
+    ),
     *(
         Operator(name, TORCH, "takes labels that are no class")
         for name in ("nll_loss", "nll_loss2d", "nll_loss_nd")
@@ -232,7 +227,12 @@ OPERATORS = (
     Operator("layer_norm", norm_forms.layer_norm, "without a bias: a wrong gradient"),
     Operator("embedding_bag", TORCH, "other sums"),
     *(
-        Operator(name, TORCH, "without a batch: ORT's shape inference ends", _is_unbatched)
+        Operator(
+            name,
+            TORCH,
+            "without a batch: ORT's shape inference ends",
+            lambda inputs: inputs[0].type().dim() == 3,
+        )
         for name in _POOLS
     ),
     *(
@@ -240,7 +240,7 @@ OPERATORS = (
             f"upsample_{name}",
             TORCH,
             "ORT's gradient takes the sizes' quotient for the scale",
-            _has_fraction,
+            lambda inputs: any(scale != int(scale) for scale in constants(inputs[-1])),
         )
         for name in _UPSAMPLES
     ),

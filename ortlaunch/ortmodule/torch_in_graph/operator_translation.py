@@ -85,7 +85,8 @@ def operators_as_torch(export: Export) -> Iterator[None]:
     """Keep operators as torch calls in exports, as the settings require."""
     asked = settings_of(export.options).torch_operators
     able = asked != "off" and not extensions.interop_refusal()
-    names = tuple(map(_full, asked)) if able and asked != "auto" else ()
+    named = asked if able and asked != "auto" else ()
+    names = tuple(name if "::" in name else f"aten::{name}" for name in named)
     translator = _Translator(export, names, able, able and asked == "auto")
     exporter = _exporter()
     with contextlib.ExitStack() as patches:
@@ -94,13 +95,11 @@ def operators_as_torch(export: Export) -> Iterator[None]:
             ("_optimize_graph", translator.noting),
         ):
             patches.enter_context(
-                mock.patch.object(exporter, name, _around(getattr(exporter, name), around))
+                mock.patch.object(
+                    exporter, name, functools.partial(around, getattr(exporter, name))
+                )
             )
         yield
-
-
-def _full(name: str) -> str:
-    return name if "::" in name else f"aten::{name}"
 
 
 def _exporter() -> Any:
@@ -108,10 +107,6 @@ def _exporter() -> Any:
     return importlib.import_module(
         f"{moved}.utils" if importlib.util.find_spec(moved) else "torch.onnx.utils"
     )
-
-
-def _around(original: AnyFunction, method: AnyFunction) -> AnyFunction:
-    return lambda *args, **kwargs: method(original, *args, **kwargs)
 
 
 class _Translator:
@@ -143,8 +138,9 @@ class _Translator:
         buffers = {name for name, _ in export.module.named_buffers()}
         inputs = set(export.info.onnx_graph_input_names_require_grad)
         plain = set(export.info.onnx_graph_input_names) - inputs - parameters.keys()
-        is_trained = functools.partial(_is_trained, parameters, buffers | plain)
-        self._gradients = Gradients(is_trained, export.device.type)
+        self._gradients = Gradients(
+            lambda name: parameters.get(name, name not in buffers | plain), export.device.type
+        )
 
     def noting(self, original: AnyFunction, graph: Any, *args: object, **kwargs: object) -> Any:
         """Record each operator's schema, which the exporter's passes over the graph drop."""
@@ -268,10 +264,6 @@ class _Translator:
 
 def _is_empty(value: object) -> bool:
     return isinstance(value, torch.Tensor) and not value.numel()
-
-
-def _is_trained(parameters: dict[str, bool], others: set[str], name: str) -> bool:
-    return parameters.get(name, name not in others)
 
 
 def _operator(node: torch.Node) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ortlaunch.errors import CheckpointError
 from ortlaunch.json_types import Json
-from ortlaunch.run_folder.file_sums import File, flushed
+from ortlaunch.run_folder.file_sums import File, files_below, flushed
 from ortlaunch.run_folder.folder import (
     COMPLETE,
     MANIFEST,
@@ -93,7 +93,8 @@ def write(
     # Rank 0 sums the files that no rank summed, such as the index.
     with _agreed(run, group, partial):
         if group.rank == 0:
-            others = [name for name in _files_in(partial) if name not in written]
+            files_of_all = [str(path.relative_to(partial)) for path in files_below(partial)]
+            others = [name for name in files_of_all if name not in written]
             files.update(flushed(partial, others))
     files = dict(ChainMap(*group.gather(files)))
     with _agreed(run, group, partial):
@@ -154,7 +155,3 @@ def _require_room(run: RunDir) -> None:
             f"{run.checkpoints}: {human(free)} are free, and a checkpoint needs "
             f"{human(needed)}. Free disk space, or lower checkpoint.keep"
         )
-
-
-def _files_in(folder: Path) -> list[str]:
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())

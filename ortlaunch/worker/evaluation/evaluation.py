@@ -138,7 +138,10 @@ def _passed(session: Session, taken: Batch) -> Any:
     micro = session.plan.batch.micro_samples
     samples = {len(value) if value.dim() else 0 for value in taken.values()}
     graph = engine.record.engine.used == "ort" and not session.recipe.model.traits.is_own
-    if not graph or len(samples) > 1 or micro in samples or _are_numbers(taken.get("labels")):
+    labels = taken.get("labels")
+    # Labels of a regression have no value that means "ignored".
+    can_fill = labels is not None and not labels.is_floating_point()
+    if not graph or len(samples) > 1 or micro in samples or not can_fill:
         return module(**taken)
     (count,) = samples
     given = module(**{name: _filled(name, value, micro) for name, value in taken.items()})
@@ -150,11 +153,6 @@ def _passed(session: Session, taken: Batch) -> Any:
 def _filled(name: str, value: torch.Tensor, rows: int) -> torch.Tensor:
     added = value[-1:].expand(rows - len(value), *value.shape[1:])
     return torch.cat([value, torch.full_like(added, IGNORED) if name in LABELS else added])
-
-
-def _are_numbers(labels: torch.Tensor | None) -> bool:
-    """Return whether labels are those of a regression, where no value means "ignored"."""
-    return labels is None or labels.is_floating_point()
 
 
 @contextlib.contextmanager

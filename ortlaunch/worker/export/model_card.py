@@ -34,7 +34,7 @@ def model_card(run: RunDir, step: int, repo: str, folder: Path) -> ModelCard:
     recipe = read_resolved(run.recipe)
     engine = read_json(run.engine) if run.engine.exists() else {}
     # Later metrics belong to other weights than this checkpoint's.
-    lines = [line for line in _metrics(run) if line["step"] <= step]
+    lines = [line for line in json_lines(run.metrics, "step").found if line["step"] <= step]
     metadata = _metadata(recipe, engine, lines, repo, _library(folder))
     text = "\n\n".join(_parts(recipe, engine, lines, repo, step))
     return ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n{text}\n")
@@ -46,7 +46,13 @@ def _metadata(
     used = [f"engine:{engine['engine']['used']}"] if engine else []
     return ModelCardData(
         base_model=_of_hub(recipe.model.pretrained),
-        datasets=sorted({name for _, source in recipe.data.sources() if (name := _named(source))})
+        datasets=sorted(
+            {
+                source.name
+                for _, source in recipe.data.sources()
+                if isinstance(source, Corpus) and source.format == "hub" and source.name
+            }
+        )
         or None,
         library_name=library,
         pipeline_tag=recipe.model.traits.pipeline or None,
@@ -80,10 +86,6 @@ def _of_hub(name: str | None) -> str | None:
         and not name.startswith((".", "/", "~"))
         else None
     )
-
-
-def _named(source: str | Corpus) -> str | None:
-    return source.name if isinstance(source, Corpus) and source.format == "hub" else None
 
 
 def _results(recipe: Recipe, lines: list[dict[str, object]]) -> list[EvalResult] | None:
@@ -180,7 +182,3 @@ def _fenced(text: str, language: str) -> str:
     while fence in text:
         fence += "`"
     return f"{fence}{language}\n{text}{fence}"
-
-
-def _metrics(run: RunDir) -> Iterator[Json]:
-    yield from json_lines(run.metrics, "step").found
