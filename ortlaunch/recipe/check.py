@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from pydantic import ValidationError
@@ -110,14 +110,12 @@ def _mended(tree: Tree, path: KeyPath) -> Tree:
     return tree.without(path[:1] if path[0] == "sweep" else path)
 
 
-def _rules(recipe: Recipe, tree: Tree, doubtful: Sequence[KeyPath]) -> list[Line]:
-    """Return the problems of broken rules, except those about a key that was itself wrong."""
-    found = []
+def _rules(recipe: Recipe, tree: Tree, doubtful: Sequence[KeyPath]) -> Iterator[Line]:
+    """Yield the problems of broken rules, except those about a key that was itself wrong."""
     for paths, message in broken(recipe):
         involved = [keys(path) for path in paths]
         if not any(_overlap(path, other) for path in involved for other in doubtful):
-            found.append(Line(tree.where(involved[0]), f"{paths[0]}: {message}"))
-    return found
+            yield Line(tree.where(involved[0]), f"{paths[0]}: {message}")
 
 
 def _overlap(one: KeyPath, other: KeyPath) -> bool:

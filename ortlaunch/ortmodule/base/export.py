@@ -54,3 +54,8 @@ def traced_facts(transition: Transition) -> Facts:
     """Return the facts of the newest trace of a GraphTransitionManager's model."""
     found: Facts = vars(transition).setdefault("_ortlaunch_traced", {})
     return found
+
+
+def own_path(path: str) -> str:
+    """Return a path in the model itself, without the first part, which ORT's wrapper adds."""
+    return path.partition(".")[2]

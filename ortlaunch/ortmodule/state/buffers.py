@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ortlaunch.errors import EngineError
-from ortlaunch.ortmodule.base.export import Export, traced_facts
+from ortlaunch.ortmodule.base.export import Export, own_path, traced_facts
 from ortlaunch.ortmodule.base.patching import wrap_method
 from ortlaunch.ortmodule.base.source_guard import PACKAGE, PROCESSED, TRAINING, owner
 from ortlaunch.ortmodule.torch_in_graph import torch_modules
@@ -211,10 +211,10 @@ def _layers(export: Export, changed: dict[str, int]) -> list[str]:
     layers = sorted({name.rpartition(".")[0] for name in changed})
     for path in layers:
         layer = export.module.get_submodule(path)
-        name = _plain(path)
+        name = own_path(path)
         if not isinstance(layer, _BatchNorm):
             buffers = ", ".join(
-                _plain(buffer) for buffer in changed if buffer.startswith(f"{path}.")
+                own_path(buffer) for buffer in changed if buffer.startswith(f"{path}.")
             )
             why = (
                 f"a forward pass changes the model's {buffers}, and ONNX Runtime's graph would not"
@@ -232,11 +232,6 @@ def _layers(export: Export, changed: dict[str, int]) -> list[str]:
     return layers
 
 
-def _plain(name: str) -> str:
-    """Return a path without the part that ORT's wrapper adds."""
-    return name.replace("_original_module.", "", 1)
-
-
 def _put_out_sizes(export: Export, model: onnx.ModelProto) -> None:
     """Add an output for each layer: the number of values behind its statistics, times its channels."""
     from onnx import TensorProto, helper
@@ -246,7 +241,7 @@ def _put_out_sizes(export: Export, model: onnx.ModelProto) -> None:
     for path in export.facts["batch_norms"]:
         if f"{path}.running_var" not in normalized:
             why = (
-                f"{_plain(path)} is a BatchNorm inside a branch, or of a batch whose size follows "
+                f"{own_path(path)} is a BatchNorm inside a branch, or of a batch whose size follows "
                 "from values and may be 0; ONNX Runtime's graph cannot update its statistics"
             )
             raise torch_modules.instead(export, path, why)

@@ -20,7 +20,7 @@ import numpy
 import torch
 from torch import nn
 
-from ortlaunch.ortmodule.base.export import Export
+from ortlaunch.ortmodule.base.export import Export, own_path
 from ortlaunch.ortmodule.state.buffers import kept_buffers
 from ortlaunch.ortmodule.torch_in_graph import torch_modules
 from ortlaunch.ortmodule.tracing.python_state import (
@@ -77,7 +77,7 @@ def _refuse_memory(module: nn.Module, reads: Reads, inputs: Any) -> None:
     for place in after.changed():
         if place in changed:
             line, layer = reads.writers.get(place[0], ("", ""))
-            layer = _plain(layer)
+            layer = own_path(layer)
             instead = f", or let {layer} run as torch (Settings.torch_modules={[layer]})"
             raise RuntimeError(
                 f"a forward pass reads and changes {_described(*place)}{line}, and ONNX Runtime's "
@@ -93,7 +93,7 @@ def _refuse_backward_hooks(module: nn.Module, outer: list[str]) -> None:
             getattr(layer, hooks, None) for hooks in _BACKWARD
         ):
             raise RuntimeError(
-                f"{_plain(path) or 'the model'} has a backward hook, which ONNX Runtime's graph "
+                f"{own_path(path) or 'the model'} has a backward hook, which ONNX Runtime's graph "
                 "would never call; hooks of parameters are called, and those of layers in "
                 "Settings.torch_modules"
             )
@@ -138,13 +138,8 @@ def _described(holder: str, name: str) -> str:
     return (
         f"{ENVIRONMENT} {name}"
         if holder == ENVIRONMENT
-        else f"the model's {_plain(f'{holder}.{name}')}"
+        else f"the model's {own_path(f'{holder}.{name}')}"
     )
-
-
-def _plain(path: str) -> str:
-    """Return a path without the part that ORT's wrapper adds."""
-    return path.partition(".")[2]
 
 
 # ------------------------------------------------------------------------------------------------ in each pass

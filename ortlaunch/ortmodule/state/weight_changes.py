@@ -20,7 +20,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ortlaunch.ortmodule.base.export import Export
+from ortlaunch.ortmodule.base.export import Export, own_path
 from ortlaunch.ortmodule.base.source_guard import PACKAGE
 from ortlaunch.ortmodule.base.torch_calls import setter
 from ortlaunch.ortmodule.state.python_values import innermost, user_frame
@@ -49,7 +49,7 @@ def weights_kept(export: Export) -> Iterator[None]:
         # known.
         names.objects.update((id(weight), name) for name, weight in module.named_parameters())
         names.memory.update((_memory(weight), name) for name, weight in module.named_parameters())
-        names.layers.update((id(layer), _plain(path)) for path, layer in module.named_modules())
+        names.layers.update((id(layer), own_path(path)) for path, layer in module.named_modules())
 
     io: Any = importlib.import_module(f"{PACKAGE}._io")
     hook = export.module.register_forward_pre_hook(begin)
@@ -78,15 +78,10 @@ def _refuse(name: str, layers: dict[int, str]) -> None:
     layer = innermost(frame, layers)
     remedy = f", or let {layer[0]} run as torch (Settings.torch_modules={layer})" if layer else ""
     raise RuntimeError(
-        f"the forward pass changes the weight {_plain(name)} at "
+        f"the forward pass changes the weight {own_path(name)} at "
         f"{frame.f_code.co_filename}:{frame.f_lineno}, which ONNX Runtime's graph would leave "
         f"out; change weights outside the forward pass, for example after optimizer.step(){remedy}"
     )
-
-
-def _plain(path: str) -> str:
-    """Return a path without the part that ORT's wrapper adds."""
-    return path.partition(".")[2]
 
 
 class _NamesById:

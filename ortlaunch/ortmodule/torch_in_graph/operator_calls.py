@@ -88,7 +88,8 @@ class Call:
         In ORT's graph such a tensor is a real one, with pairs in the last dimension.
         """
         return any(
-            _kind(value) in _COMPLEX for value in (*self._old, *self._outputs, *self._listed())
+            element_type(value) in _COMPLEX
+            for value in (*self._old, *self._outputs, *self._listed())
         )
 
     def _listed(self) -> Iterator[Any]:
@@ -268,16 +269,16 @@ class Call:
         return lambda tensors: build(tensors).tolist()
 
     def _tensor(self, old: Any, new: Any) -> Build:
-        if _kind(new) is None or new.type().dim() is None:
+        if element_type(new) is None or new.type().dim() is None:
             kind, rank = _described(old)
             new.setType(torch._C.TensorType.get().with_dtype(kind).with_sizes([None] * rank))
         place = len(self._tensors)
         self._tensors.append(new)
         if _is_complex(old):
             return lambda tensors: torch.view_as_complex(tensors[place].contiguous())
-        dtype = _KINDS.get(_kind(old) or "")
+        dtype = _KINDS.get(element_type(old) or "")
         # The ONNX form of the operator that made this tensor can return another type.
-        if dtype and _kind(new) != _kind(old):
+        if dtype and element_type(new) != element_type(old):
             return lambda tensors: tensors[place].to(dtype)
         return lambda tensors: tensors[place]
 
@@ -318,7 +319,7 @@ def _fits(old: Any, kind: str, scalars: bool) -> bool:
     if listed:
         return old.node().kind() != "prim::Constant" or not _is_number(old)
     # A number, which a tensor with dimensions is not.
-    return _kind(old) is None or old.type().dim() in (None, 0)
+    return element_type(old) is None or old.type().dim() in (None, 0)
 
 
 def _is_number(value: Any) -> bool:
@@ -340,7 +341,7 @@ def _is_none(value: Any) -> bool:
     return value.node().mustBeNone() or str(value.type()) == "NoneType"
 
 
-def _kind(value: Any) -> str | None:
+def element_type(value: Any) -> str | None:
     found: str | None = (
         value.type().scalarType() if isinstance(value.type(), torch._C.TensorType) else None
     )
@@ -358,12 +359,12 @@ def is_complex_constant(node: Any) -> bool:
 
 
 def _is_complex(value: Any) -> bool:
-    return _kind(value) in _COMPLEX
+    return element_type(value) in _COMPLEX
 
 
 def _described(value: Any) -> tuple[torch.dtype, int]:
     """Return the type and the number of dimensions; for complex numbers, those of pairs."""
-    kind = _kind(value)
+    kind = element_type(value)
     rank = value.type().dim() if kind else None
     if kind is None or (rank is None and kind not in _KINDS):
         raise NotCallable(f"the type of one of its tensors is not known ({value.type()})")

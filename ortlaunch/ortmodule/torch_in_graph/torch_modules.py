@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ortlaunch.errors import EngineError
 from ortlaunch.ortmodule.base.counters import tally
-from ortlaunch.ortmodule.base.export import Export
+from ortlaunch.ortmodule.base.export import Export, own_path
 from ortlaunch.ortmodule.base.settings import SettingError, settings_of
 from ortlaunch.ortmodule.base.torch_calls import as_function, untraced
 from ortlaunch.ortmodule.build import extensions
@@ -59,7 +59,7 @@ def paths(export: Export) -> list[str]:
     for pattern in settings_of(export.options).torch_modules:
         named = [path for path in layers if _is_named(path, pattern)]
         if not named:
-            some = ", ".join(path.partition(".")[2] for path in layers[1:7])
+            some = ", ".join(own_path(path) for path in layers[1:7])
             raise SettingError(
                 "torch_modules", f"{pattern} names no layer of the model; it has {some}, ..."
             )
@@ -103,8 +103,7 @@ def _by_rule(options: RuntimeOptions) -> bool:
 
 
 def _is_named(path: str, pattern: str) -> bool:
-    # The first part of the path is ORT's.
-    plain = path.partition(".")[2]
+    plain = own_path(path)
     return fnmatch.fnmatchcase(plain, pattern) or fnmatch.fnmatchcase(plain, f"*.{pattern}")
 
 
@@ -137,7 +136,7 @@ def called(export: Export) -> Iterator[None]:
 
     for path, layer in marked:
         # An attribute, because copies of the layer keep it.
-        vars(layer)[_MARK] = path.partition(".")[2]
+        vars(layer)[_MARK] = own_path(path)
     try:
         with mock.patch.object(nn.Module, "__call__", call) if marked else contextlib.nullcontext():
             yield

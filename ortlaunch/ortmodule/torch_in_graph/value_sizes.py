@@ -7,10 +7,10 @@ in the backward pass. Torch computes the operators behind it (operator_translati
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 
+from ortlaunch.ortmodule.torch_in_graph.operator_calls import element_type
 from ortlaunch.ortmodule.tracing import cross_entropy
 
 # The size of a result follows from values of the first input.
@@ -77,11 +77,11 @@ def _selects(value: torch.Value) -> bool:
     if _is_number(value):
         return name not in _NUMBERS
     if name == "index":
-        return any(_kind(index) in ("Bool", "Byte") for index in inputs[1].node().inputs())
+        return any(element_type(index) in ("Bool", "Byte") for index in inputs[1].node().inputs())
     if name == "where":
         return len(inputs) == 1
     if name == "repeat_interleave":
-        return len(inputs) < 2 or bool(_kind(inputs[1]) and not _is_number(inputs[1]))
+        return len(inputs) < 2 or bool(element_type(inputs[1]) and not _is_number(inputs[1]))
     # Of the labels that are not ignored, cross_entropy.py always keeps one.
     return name in _SELECTING and cross_entropy.__file__ not in str(node.sourceRange())
 
@@ -109,14 +109,6 @@ def _is_number(value: torch.Value) -> bool:
     if isinstance(kind, torch._C.TensorType):
         return bool(kind.dim() == 0)
     return not isinstance(kind, torch._C.ListType)
-
-
-def _kind(value: Any) -> str | None:
-    """Return the type of a tensor's elements; None of another value."""
-    kind: str | None = (
-        value.type().scalarType() if isinstance(value.type(), torch._C.TensorType) else None
-    )
-    return kind
 
 
 def _name(node: torch.Node) -> str:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ortlaunch.ortmodule.base.export import Export, traced_facts
+from ortlaunch.ortmodule.base.export import Export, own_path, traced_facts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -224,7 +224,7 @@ def _stale(
         return entry[1]
     for path, layer in module.named_modules():
         if items is layer._buffers:
-            raise RuntimeError(_message(f"the buffer {_plain(f'{path}.{key}')}", entry[1]))
+            raise RuntimeError(_message(f"the buffer {own_path(f'{path}.{key}')}", entry[1]))
         if items is vars(layer) and (remade := _Remade(layer)).makes(key):
             return remade
     return StaleTensor(_message(_where(module, holder, items, key), entry[1]))
@@ -241,13 +241,15 @@ def _message(where: str, line: str) -> str:
 def _where(module: nn.Module, holder: object, items: object, key: Any) -> str:
     for path, layer in module.named_modules():
         if items is vars(layer):
-            return f"the model's attribute {_plain(f'{path}.{key}')}"
+            return f"the model's attribute {own_path(f'{path}.{key}')}"
         for name, value in vars(layer).items():
             if value is items or (name not in _HOOKS and _contains(value, {id(items)}, _DEEP)):
-                return f"the model's attribute {_plain(f'{path}.{name}')}"
+                return f"the model's attribute {own_path(f'{path}.{name}')}"
         for hook in (hook for hooks in _HOOKS for hook in getattr(layer, hooks).values()):
             if any(items is value or holder is value for value in _reads(hook)):
-                return f"a hook of the layer {_plain(path) or 'around all others'} (under {key!r})"
+                return (
+                    f"a hook of the layer {own_path(path) or 'around all others'} (under {key!r})"
+                )
     return f"a {type(holder).__name__} outside the model (under {key!r})"
 
 
@@ -262,11 +264,6 @@ def _reads(hook: object) -> Iterator[object]:
         yield from (vars(owner), *vars(owner).values())
     if isinstance(function, types.FunctionType):
         yield from (function.__globals__.get(name) for name in function.__code__.co_names)
-
-
-def _plain(path: str) -> str:
-    """Return a layer's path without the first part, which is ORT's."""
-    return path.partition(".")[2]
 
 
 def _typed(old: Any, values: tuple[Any, ...]) -> Any:

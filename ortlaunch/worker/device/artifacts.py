@@ -150,31 +150,25 @@ def _optimizer(recipe: Recipe) -> object:
     )
 
 
-def _notes(recipe: Recipe, forward: Forward) -> list[str]:
-    """Return notes on the recipe's settings that a device does not follow."""
+def _notes(recipe: Recipe, forward: Forward) -> Iterator[str]:
+    """Yield notes on the recipe's settings that a device does not follow."""
     chosen = recipe.optimizer
-    found = []
     if chosen.traits.on_device_note:
-        found.append(chosen.traits.on_device_note)
+        yield chosen.traits.on_device_note
     decays = chosen.traits.on_device == "AdamW"
     if not decays and (chosen.momentum or chosen.weight_decay):
-        found.append(
-            "optimizer: ONNX Runtime's SGD for devices has no momentum and no weight_decay"
-        )
+        yield ("optimizer: ONNX Runtime's SGD for devices has no momentum and no weight_decay")
     if decays and chosen.weight_decay and chosen.no_decay:
-        found.append(
+        yield (
             "optimizer: weight_decay applies to all weights; no_decay is not supported on devices"
         )
     if recipe.data.separates_documents:
-        found.append(
+        yield (
             "data: the graphs have no document mask; use one row per document, with "
             "attention_mask, as `ortlaunch device` does"
         )
     if forward.unused:
-        found.append(
-            f"not trained, because the loss does not use them: {', '.join(forward.unused)}"
-        )
-    return found
+        yield f"not trained, because the loss does not use them: {', '.join(forward.unused)}"
 
 
 @torch.no_grad()
@@ -202,7 +196,7 @@ def _description(recipe: Recipe, forward: Forward, worst: float) -> DeviceArtifa
         optimizer=used,
         largest_difference=worst,
         limit=LIMIT,
-        notes=_notes(recipe, forward),
+        notes=[*_notes(recipe, forward)],
     )
 
 

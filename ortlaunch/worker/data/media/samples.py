@@ -6,7 +6,6 @@ The model's own processor of transformers makes the tensors; nothing is drawn at
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 import shlex
 import sys
@@ -76,10 +75,9 @@ class LabelledImages(LabelledTexts):
         path, numbers = self.rows[index]
         return _tensors(_image(path), self.processor, self._label(numbers))
 
-    @property
-    def fingerprint(self) -> str:
-        """A hash of some images, evenly spread, and their classes."""
-        return _fingerprint([(path, self._label(numbers)) for path, numbers in _some(self.rows)])
+    def some(self) -> list[tuple[Any, Any]]:
+        """Return hashes of some images, evenly spread, with their classes."""
+        return [(blocks_hash(path), self._label(numbers)) for path, numbers in _some(self.rows)]
 
 
 class Recordings:
@@ -104,10 +102,9 @@ class Recordings:
         rate = {"sampling_rate": self.processor.sampling_rate}
         return _tensors(_sound(path, self.processor), self.processor, labels, **rate)
 
-    @property
-    def fingerprint(self) -> str:
-        """A hash of some recordings, evenly spread, and their transcripts."""
-        return _fingerprint(_some(self.rows))
+    def some(self) -> list[tuple[Any, Any]]:
+        """Return hashes of some recordings, evenly spread, with their transcripts."""
+        return [(blocks_hash(path), labels) for path, labels in _some(self.rows)]
 
 
 def _tensors(content: Any, processor: Any, label: Any, **options: Any) -> Sample:
@@ -118,11 +115,6 @@ def _tensors(content: Any, processor: Any, label: Any, **options: Any) -> Sample
 
 def _some(found: list[Any]) -> list[Any]:
     return found[:: max(1, len(found) // _SOME)]
-
-
-def _fingerprint(labelled_files: list[tuple[str, Any]]) -> str:
-    found = [(blocks_hash(path), label) for path, label in labelled_files]
-    return hashlib.blake2b(repr(found).encode(), digest_size=8).hexdigest()
 
 
 def _file(row: Row, source: Corpus) -> str:
