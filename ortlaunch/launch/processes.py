@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from ortlaunch import die_with_parent, machine
 from ortlaunch.errors import LaunchError
-from ortlaunch.launch import JobState, Limits, Request
+from ortlaunch.launch import JobState, Request
 from ortlaunch.launch.failure import ranks_that_began
 from ortlaunch.launch.orphans import Orphans, send
 from ortlaunch.launch.private import make_private
@@ -58,6 +58,7 @@ class Job:
     """A started command; its process group has the id of the command.
 
     Attributes:
+        request: the request that started it.
         is_quiet: another process prints the effect of a notice.
         early: signals that came while it was started; they count once `wait` is called.
         signal: the signal by which the user stopped it, sent to this process, if any.
@@ -73,17 +74,12 @@ class Job:
         self,
         process: subprocess.Popen[bytes],
         orphans: Orphans,
-        notifies_ranks: bool,
-        stop: Stop | None = None,
+        request: Request,
     ) -> None:
         self.process = process
         self.orphans = orphans
-        self.notifies_ranks = notifies_ranks
-        self.stop = stop
-        self.notice_ends = False
+        self.request = request
         self.is_quiet = False
-        self.private: str | None = None
-        self.limits: Limits | None = None
         self.began = time.monotonic()
         self.has_all_ranks = False
         self.early: list[int] = []
@@ -136,11 +132,7 @@ def submit(request: Request, output: Path | None = None) -> Job:
             argv, env=environ, start_new_session=True, stdout=sink, stderr=sink
         )
     orphans.belong_to(process.pid)
-    job = Job(process, orphans, request.notifies_ranks, request.stop)
-    job.notice_ends = request.notice_ends
-    job.limits = request.limits
-    job.private = request.private
-    return job
+    return Job(process, orphans, request)
 
 
 def state(job: Job | JobRecord) -> JobState:
@@ -165,8 +157,8 @@ def wait(job: Job) -> int:
         status = _wait_for_command(job)
         job.has_ended(status)
         _end_rest(job)
-    if job.limits:
-        RunDir(job.limits.folder).ended_ranks.unlink(missing_ok=True)
+    if job.request.limits:
+        RunDir(job.request.limits.folder).ended_ranks.unlink(missing_ok=True)
     # With status 0 the command completed in spite of the signal.
     if job.signal is not None and status:
         return 128 + job.signal
@@ -204,7 +196,7 @@ class _Lateness(NamedTuple):
 
 def _lateness(job: Job) -> _Lateness | None:
     """Return why the command is to be ended; None if it may go on."""
-    limits = job.limits
+    limits = job.request.limits
     if limits is None:
         return None
     run = RunDir(limits.folder)
@@ -297,9 +289,9 @@ def _forwarding(job: Job) -> Iterator[None]:
     handlers: dict[int, Callable[[int, FrameType | None], None]] = {}
     handlers.update(dict.fromkeys(heeded(_ENDING_SIGNALS), lambda number, frame: _end(job, number)))
     handlers.update(dict.fromkeys(_NOTICES, lambda number, frame: _notify(job, number)))
-    if job.stop is not None or job.notice_ends:
+    if job.request.stop is not None or job.request.notice_ends:
         handlers[signal.SIGUSR1] = lambda number, frame: _end(job, number)
-    if job.stop is not None:
+    if job.request.stop is not None:
         # The interval timer that `_request_stop` sets raises SIGALRM when the grace is over.
         handlers[signal.SIGALRM] = lambda number, frame: _kill(job)
     previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
@@ -308,7 +300,7 @@ def _forwarding(job: Job) -> Iterator[None]:
             handlers[number](number, None)
         yield
     finally:
-        if job.stop is not None:
+        if job.request.stop is not None:
             signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in previous.items():
             signal.signal(number, handler)
@@ -318,9 +310,9 @@ def _end(job: Job, number: int) -> None:
     """Handle a signal that requests the end: first let the ranks save, if the run saves at all."""
     asked = job.signal is not None
     job.signal = job.signal or number
-    if job.stop is not None and not job.stop.is_cancelled:
+    if job.request.stop is not None and not job.request.stop.is_cancelled:
         if not asked:
-            _request_stop(job, job.stop, number)
+            _request_stop(job, job.request.stop, number)
         elif number == signal.SIGINT:
             _kill(job)
     elif job.is_ended:
@@ -357,7 +349,7 @@ def _kill(job: Job) -> None:
 
 def _notify(job: Job, number: int) -> None:
     """Forward a notice to the ranks."""
-    saves = job.stop is not None and number == signal.SIGUSR2
+    saves = job.request.stop is not None and number == signal.SIGUSR2
     name = signal.Signals(number).name
     if not job.is_quiet:
         _print_line(f"checkpoint requested ({name}): the ranks save after this step" if saves else
@@ -368,7 +360,9 @@ def _notify(job: Job, number: int) -> None:
 def _wake(job: Job, number: int) -> None:
     """Send a signal to the ranks' supervisors, through the launcher if it forwards signals."""
     for pid in (
-        [job.process.pid] if job.notifies_ranks else job.orphans.children_of(job.process.pid)
+        [job.process.pid]
+        if job.request.notifies_ranks
+        else job.orphans.children_of(job.process.pid)
     ):
         send(pid, number)
 
@@ -396,8 +390,8 @@ def _end_rest(job: Job) -> None:
         job.process.poll()
         time.sleep(0.05)
     job.orphans.done()
-    if job.private:
-        shutil.rmtree(job.private, ignore_errors=True)
+    if job.request.private:
+        shutil.rmtree(job.request.private, ignore_errors=True)
 
 
 def _signal_group(job: Job, number: int) -> None:
