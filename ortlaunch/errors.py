@@ -30,7 +30,7 @@ Each class has the cause for the record of a failed rank. Imports only cause.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ortlaunch.cause import Cause
@@ -55,6 +55,13 @@ def first_line(error: BaseException) -> str:
 # git-lfs leaves such a text where a large file was not fetched.
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 IS_LFS_POINTER = "is a pointer of git-lfs in place of the file; type in its folder: git lfs pull"
+
+
+def chain_of(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and those that it was raised from, or while they were handled."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 class OrtlaunchError(Exception):

@@ -54,9 +54,8 @@ def _progressed(before: Attempt, after: Attempt) -> bool:
 def _same(one: Attempt, other: Attempt) -> bool:
     """Whether the second failure repeats the first."""
     # A lost host and a SIGKILL come from outside and may not come again. A SIGKILL for memory does.
-    if other.cause is Cause.HOST_LOST:
-        return False
-    if other.exit_status == _KILLED and other.cause is not Cause.OUT_OF_MEMORY:
+    is_killed = other.exit_status == _KILLED and other.cause is not Cause.OUT_OF_MEMORY
+    if is_killed or other.cause is Cause.HOST_LOST:
         return False
     return (_words(one.failure), one.exit_status, one.step) == (
         _words(other.failure),

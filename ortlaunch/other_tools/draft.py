@@ -84,9 +84,7 @@ class Draft:
         """Remove and return a key that needs a conversion; None if it is absent or empty."""
         node = self.left.get(key)
         # An empty key stays, so that `rest` reports it.
-        if node is None or is_empty(node):
-            return None
-        return self.left.pop(key)
+        return None if node is None or is_empty(node) else self.left.pop(key)
 
     def value(self, key: str) -> Any:
         """Return the value of a key without removing it."""

@@ -248,9 +248,8 @@ def padded_with_zeros() -> Iterator[None]:
             # Only where all padding is at the end.
             padding = padding & (padding[:, 1:] | ~padding[:, :-1]).all()
         zeros = torch.zeros_like(output)
-        if encoder.norm is not None:
-            zeros = encoder.norm(zeros)
-        return torch.where(padding.unsqueeze(-1), zeros, output)
+        filling = zeros if encoder.norm is None else encoder.norm(zeros)
+        return torch.where(padding.unsqueeze(-1), filling, output)
 
     with mock.patch.object(nn.TransformerEncoder, "forward", forward):
         yield

@@ -306,9 +306,7 @@ class Values:
         # If many places share one value, compare it only once.
         compared: dict[tuple[int, int], bool] = {}
         for place, own, inherited, value, whole in self._stood:
-            new = own.get(place[1], GONE)
-            if new is GONE:
-                new = inherited.get(place[1], GONE)
+            new = own.get(place[1], inherited.get(place[1], GONE))
             if whole and new is value:
                 continue
             pair = id(value), id(new)

@@ -152,10 +152,11 @@ class Batches:
             accumulation: the pass of gradient accumulation within the step, from 0.
             rank: the data-parallel rank.
         """
-        if self._ahead is not None and self._ahead[0] == rank:
-            batch = self._ahead[1].batch(step, accumulation)
-        else:
-            batch = self._read(self._places(step, accumulation, rank))
+        batch = (
+            self._ahead[1].batch(step, accumulation)
+            if self._ahead is not None and self._ahead[0] == rank
+            else self._read(self._places(step, accumulation, rank))
+        )
         self.tokens = self.tokens.with_batch(batch)
         return batch
 
@@ -184,9 +185,7 @@ class Batches:
     def _read(self, places: Places) -> dict[str, torch.Tensor]:
         # Some data sets make a whole batch faster than its samples one by one.
         whole = getattr(self.samples, "batch", None)
-        if whole is not None:
-            return self._cut(whole(places))
-        return self.read(self.samples, places)
+        return self._cut(whole(places)) if whole else self.read(self.samples, places)
 
     def read(self, samples: Samples, places: Places) -> dict[str, torch.Tensor]:
         """Return the batch of these (index, epoch) of samples: the training's, or others.

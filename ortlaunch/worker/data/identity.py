@@ -47,9 +47,7 @@ def _held_out(samples: Samples) -> int:
 def _order(samples: Samples) -> str:
     if isinstance(samples, Mixture):
         return f"mixture of {', '.join(map(_order, samples.parts))}"
-    if isinstance(samples, StreamedSamples):
-        return "stream"
-    return order_name(len(samples))
+    return "stream" if isinstance(samples, StreamedSamples) else order_name(len(samples))
 
 
 def _fingerprint(samples: object) -> str | None:

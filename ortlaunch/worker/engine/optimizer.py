@@ -212,9 +212,7 @@ def fused_adam_or_torch(parts: Building) -> BuiltOptimizer:
 def _why_not_ort(engine: str, device: torch.device) -> str:
     if device.type != "cuda":
         return "ONNX Runtime's is for CUDA only"
-    if engine != "ort":
-        return f"ONNX Runtime is not loaded with engine {engine}"
-    return ""
+    return "" if engine == "ort" else f"ONNX Runtime is not loaded with engine {engine}"
 
 
 def _why_not_these(

@@ -73,9 +73,7 @@ def multiply_by_onednn(recipe: Recipe, model: nn.Module, device: torch.device) -
         EngineError: `engine.onednn` is true, and a matmul keeps fewer bits than float32 has.
     """
     asked = recipe.engine.onednn
-    if asked is None:
-        asked = _onednn_pays(recipe, model, device)
-    if not asked:
+    if not (_onednn_pays(recipe, model, device) if asked is None else asked):
         return False
     # Torch calls oneDNN at its setting `medium`. This does not lower the precision on processors
     # without a bfloat16 unit inside float32 matmuls: so measure it.

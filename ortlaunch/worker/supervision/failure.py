@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ortlaunch import machine
 from ortlaunch.cause import Cause
-from ortlaunch.errors import BadStepError, DataWorkerError, FileError, OrtlaunchError
+from ortlaunch.errors import BadStepError, DataWorkerError, FileError, OrtlaunchError, chain_of
 from ortlaunch.json_types import Json
 from ortlaunch.rank import EXIT_SAVED, Rank
 from ortlaunch.run_folder.cause_text import CRASHES
@@ -146,10 +146,9 @@ class Account:
 
     def _no_space(self, error: BaseException | None = None) -> str:
         """Return the note for a full disk, which PyTorch's write errors do not mention, or ""."""
-        while error is not None:
-            if isinstance(error, OSError) and error.errno in _NO_SPACE:
-                return f": no space left on device ({error.filename or self.run})"
-            error = error.__cause__ or error.__context__
+        for each in chain_of(error):
+            if isinstance(each, OSError) and each.errno in _NO_SPACE:
+                return f": no space left on device ({each.filename or self.run})"
         return f": no space left on device ({self.run})" if is_full(self.run.path) else ""
 
     def _log_end(self) -> str:

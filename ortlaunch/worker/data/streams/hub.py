@@ -5,9 +5,7 @@ huggingface_hub, transformers and `datasets` wrap one refusal in errors of their
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from ortlaunch.errors import first_line
+from ortlaunch.errors import chain_of, first_line
 
 _ABSENT = {"RepositoryNotFoundError", "DatasetNotFoundError"}
 _UNREACHABLE = {"OfflineModeIsEnabled", "LocalEntryNotFoundError", "ConnectionError"}
@@ -24,8 +22,8 @@ def hub_reason(error: BaseException, repository: str, kind: str = "", writes: bo
     """
     from huggingface_hub import constants, get_token
 
-    names = {each.__name__ for part in _chain(error) for each in type(part).__mro__}
-    answers = (getattr(each, "server_message", None) for each in _chain(error))
+    names = {each.__name__ for part in chain_of(error) for each in type(part).__mro__}
+    answers = (getattr(each, "server_message", None) for each in chain_of(error))
     answer = " ".join(next(filter(None, answers), "").split())
     name, _, revision = repository.partition("@")
     page = f"{constants.ENDPOINT}/{kind}{name}"
@@ -51,14 +49,5 @@ def hub_reason(error: BaseException, repository: str, kind: str = "", writes: bo
 
 def hub_status(error: BaseException) -> int:
     """Return the HTTP status of the hub's answer; 0 if there is none."""
-    answers = (getattr(each, "response", None) for each in _chain(error))
+    answers = (getattr(each, "response", None) for each in chain_of(error))
     return max((getattr(answer, "status_code", 0) for answer in answers), default=0)
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and those that it was raised from."""
-    seen = set[int]()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or error.__context__
