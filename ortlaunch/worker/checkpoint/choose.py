@@ -74,8 +74,7 @@ def _elsewhere(requested: ResumeRecord, group: DistributedContext) -> CompleteCh
         if not wrong:
             return CompleteCheckpoint(int(read_json(path / MANIFEST)["step"]), path)
         lines.append(f"{path} is damaged: {wrong}")
-        if group.rank == 0:
-            print(f"  skipped: {lines[-1]}", flush=True)
+        group.print_once(f"  skipped: {lines[-1]}")
     raise CheckpointError(
         "\n".join([*lines, f"No complete checkpoint was found in {requested.source}"])
     )
@@ -126,11 +125,6 @@ def explain(
         unknown = {f"{part}.{name}" for part, values in identity.items() for name in values}
         changes = [change for change in changes if change.field in unknown]
     allow = requested.allow
-    if group.rank == 0:
-        print(
-            *(f"  changed: {change.line(allow)}" for change in changes),
-            sep="\n",
-            end="\n" if changes else "",
-        )
+    group.print_once(*(f"  changed: {change.line(allow)}" for change in changes))
     if refused := [change.line(allow) for change in changes if change.is_refused(allow)]:
         raise InputError(f"{found.folder} belongs to a different training: {'; '.join(refused)}")

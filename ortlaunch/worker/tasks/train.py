@@ -271,8 +271,7 @@ def _take_up(
 ) -> None:
     """Record the best evaluation, and end the training if no better one is expected."""
     notes = best.without(session.recipe, evaluated) + best.not_finite(session.recipe, evaluated)
-    for each in notes if session.group.rank == 0 else ():
-        print(f"{each}: this one is not the best", flush=True)
+    session.group.print_once(*(f"{each}: this one is not the best" for each in notes))
     best.record(session.recipe, state.best, state.step, evaluated)
     if best.stops_early(session.recipe, state.step, state.best):
         saving.last_step = state.step

@@ -7,7 +7,6 @@ comparison itself is in comparison.py.
 from __future__ import annotations
 
 import gc
-import json
 import time
 from typing import Any
 
@@ -16,17 +15,21 @@ from ortlaunch.json_types import Json
 from ortlaunch.recipe.rules.parity import Compared, compared_steps
 from ortlaunch.run_folder.engine_report import Parity
 from ortlaunch.run_folder.folder import RunDir, json_text, write_json, write_text
+from ortlaunch.run_folder.lines import json_lines
 from ortlaunch.run_folder.records import ParityLine, as_json
 from ortlaunch.worker.engine.allocator import give_back_freed_memory
 from ortlaunch.worker.engine.comparison import compare_evaluation, compare_with_draws, dropouts
 from ortlaunch.worker.engine.differences import Comparison, Difference
 from ortlaunch.worker.engine.engine import TrainingEngine
 from ortlaunch.worker.model.precision import narrow_dtype_of
+from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.session import Session
 
 Record = Json
 # Parameters that are named at most.
 _SHOWN = 5
+# What a line of an earlier start must have, to count in the summary.
+_COMPARED = ("step", "loss_difference", "gradient_difference", "worst", "passed")
 _ADVICE = (
     "Training ends here. If the engine is wrong, use engine.name=inductor or eager; if this is "
     "rounding, raise engine.parity_tolerance"
@@ -56,7 +59,7 @@ class ParitySteps:
         self.lowered = recipe.engine.matmul_precision != "highest"
         self.module: Any = None
         self.replayed: Any = None
-        self.records = _records_until(run, first_step)
+        self.records = _records_until(run, first_step, session.group)
         # The requested engine fell back to eager, which the recipe allows.
         if is_plain(engine):
             self._leave_out("plain PyTorch itself runs")
@@ -360,9 +363,8 @@ def _name(name: str) -> str:
     return name.removeprefix("model.")
 
 
-def _records_until(run: RunDir, step: int) -> list[Record]:
+def _records_until(run: RunDir, step: int, group: DistributedContext) -> list[Record]:
     """Return the comparisons of earlier starts up to the checkpoint that the run resumes from."""
-    if not run.parity.exists():
-        return []
-    records = [json.loads(line) for line in run.parity.read_text(encoding="utf-8").splitlines()]
-    return [record for record in records if record["step"] <= step]
+    lines = json_lines(run.parity, *_COMPARED)
+    group.print_once(*lines.left_out)
+    return [record for record in lines.found if record["step"] <= step]

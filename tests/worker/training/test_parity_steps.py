@@ -49,10 +49,16 @@ def engine(factor: float = 1.0) -> Any:
     )
 
 
+def print_lines(*lines: str) -> None:
+    """Print the lines, as rank 0 does."""
+    for line in lines:
+        print(line)
+
+
 def group(*others: dict[str, Any]) -> Any:
     """Return the group of rank 0, with the messages of the other ranks."""
     return SimpleNamespace(
-        rank=0, size=1 + len(others), gather=lambda mine: [mine, *others], print_once=print
+        rank=0, size=1 + len(others), gather=lambda mine: [mine, *others], print_once=print_lines
     )
 
 
@@ -131,14 +137,19 @@ def test_the_comparisons_module_is_freed_after_the_last_step(tmp_path: Path) -> 
     assert alive() is None
 
 
-def test_a_resumed_run_goes_on_with_its_record(tmp_path: Path) -> None:
+def test_a_resumed_run_goes_on_with_its_record(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A resumed run keeps the comparisons before its checkpoint, and repeats the later ones."""
     run = RunDir(tmp_path)
     before = steps(run)
     before.check(0)
     before.check(1)
     kept = lines(run)[0]
+    # A line that is not whole is left out, and said once.
+    run.parity.write_bytes(run.parity.read_bytes() + b'{"step": 1, "los\n')
     again = steps(run, first_step=1)
+    assert capsys.readouterr().out.count("parity.jsonl:3 is left out") == 1
     assert again.engine.record.parity.steps == [1]
     again.check(1)
     assert [line["step"] for line in lines(run)] == [1, 2]
@@ -194,7 +205,7 @@ def test_a_comparison_that_raises_reaches_every_rank(tmp_path: Path) -> None:
     """A failed pass is sent to the other ranks before it ends the run."""
     sent = []
     ranks = SimpleNamespace(
-        rank=0, size=1, gather=lambda mine: sent.append(mine) or [mine], print_once=print
+        rank=0, size=1, gather=lambda mine: sent.append(mine) or [mine], print_once=print_lines
     )
     compared = steps(RunDir(tmp_path), ranks=ranks)
     # Shapes that do not fit.
