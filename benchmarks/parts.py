@@ -562,7 +562,7 @@ def tokenized_by(way: str) -> Step:
     import datasets
 
     from ortlaunch.recipe.fields.data import Corpus, Data
-    from ortlaunch.worker.data.token_cache import tokenized
+    from ortlaunch.worker.data.token_cache import tokenized_documents
     from ortlaunch.worker.data.tokenizer import load_tokenizer
 
     # Text that every Python installation has: manuals and the standard library's sources.
@@ -586,7 +586,7 @@ def tokenized_by(way: str) -> Step:
         if way == "ortlaunch":
             # An empty cache in each turn, otherwise the second one would find the tokens.
             os.environ["ORTLAUNCH_CACHE"] = str(scratch())
-            tokenized(Corpus(format="text", path=(str(path),)), words, end_of_text=False)
+            tokenized_documents(Corpus(format="text", path=(str(path),)), words, end_of_text=False)
         else:
             rows = datasets.load_dataset(
                 "text",

@@ -108,17 +108,6 @@ def begin_of_text(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return begin
 
 
-def tokenized(
-    source: str | Corpus,
-    tokenizer: PreTrainedTokenizerBase,
-    end_of_text: bool,
-    begin: Sequence[int] = (),
-    show_progress: ShowProgress = silent,
-) -> Tokens:
-    """Return the token ids of a corpus, (tokens,) uint32 on disk."""
-    return tokenized_documents(source, tokenizer, end_of_text, begin, show_progress).tokens
-
-
 def tokenized_documents(
     source: str | Corpus,
     tokenizer: PreTrainedTokenizerBase,

@@ -402,7 +402,9 @@ def test_tokens_are_kept_until_the_corpus_changes(
 
     def tokens(tokenizer: Any = None, end_of_text: bool = False) -> list[int]:
         return list(
-            tokens_module.tokenized(source, tokenizer or Letters(), end_of_text)[:].tolist()
+            tokens_module.tokenized_documents(source, tokenizer or Letters(), end_of_text)
+            .tokens[:]
+            .tolist()
         )
 
     assert [tokens(), tokens()] == [[97, 98, 99]] * 2
@@ -429,21 +431,25 @@ def test_half_written_tokens_are_not_taken(tmp_path: Path, monkeypatch: pytest.M
             tokens_module, "_encoder", lambda _: lambda texts: [[3 if texts == ["ab"] else None]]
         )
         with pytest.raises(TypeError):
-            tokens_module.tokenized(source, Letters(), False)
-    assert tokens_module.tokenized(source, Letters(), False)[:].tolist() == [97, 98, 99]
+            tokens_module.tokenized_documents(source, Letters(), False)
+    assert tokens_module.tokenized_documents(source, Letters(), False).tokens[:].tolist() == [
+        97,
+        98,
+        99,
+    ]
 
 
 def test_changed_tokens_are_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A changed file of tokens is detected, written again, and reported once."""
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
     source = Corpus(format="text", path=(write(tmp_path, "text", ["ab", "cd"]),))
-    before = tokens_module.tokenized(source, Letters(), False)[:].tolist()
+    before = tokens_module.tokenized_documents(source, Letters(), False).tokens[:].tolist()
     (path,) = (tmp_path / "cache" / "tokens").glob("*.u32")
     # Two of four tokens.
     path.write_bytes(path.read_bytes()[:8])
-    assert tokens_module.tokenized(source, Letters(), False)[:].tolist() == before
+    assert tokens_module.tokenized_documents(source, Letters(), False).tokens[:].tolist() == before
     assert take_notes() == [f"{path}: has 8 bytes, and had 16; rebuilt"]
-    assert tokens_module.tokenized(source, Letters(), False)[:].tolist() == before
+    assert tokens_module.tokenized_documents(source, Letters(), False).tokens[:].tolist() == before
     assert take_notes() == []
 
 
@@ -454,7 +460,8 @@ def test_more_documents_than_fit_at_once(tmp_path: Path, monkeypatch: pytest.Mon
     letters = "abcdefg"
     source = Corpus(format="text", path=(write(tmp_path, "text", list(letters)),))
     np.testing.assert_array_equal(
-        tokens_module.tokenized(source, Letters(), False), [ord(letter) for letter in letters]
+        tokens_module.tokenized_documents(source, Letters(), False).tokens,
+        [ord(letter) for letter in letters],
     )
 
 
@@ -473,7 +480,7 @@ def slowly(*args):
 tokens._write_tokens = slowly
 print("ready", flush=True)
 sys.stdin.readline()
-print(tokens.tokenized(Corpus(format="text", path=(sys.argv[1],)), Letters(), False).tolist())
+print(tokens.tokenized_documents(Corpus(format="text", path=(sys.argv[1],)), Letters(), False).tokens.tolist())
 """
 
 

@@ -61,14 +61,18 @@ class Bytes(Letters):
 def test_a_killed_process_is_gone_on_from(source: Corpus) -> None:
     """After SIGKILL, the next process tokenizes the rest, with the same result."""
     killed = multiprocessing.get_context("fork").Process(
-        target=tokens.tokenized, args=(source, Counting("text 25"), True)
+        target=tokens.tokenized_documents, args=(source, Counting("text 25"), True)
     )
     killed.start()
     killed.join(60)
     assert killed.exitcode == -signal.SIGKILL
     second = Counting()
     told = list[str]()
-    found = tokens.tokenized(source, second, True, show_progress=told.append)[:].tolist()
+    found = (
+        tokens.tokenized_documents(source, second, True, show_progress=told.append)
+        .tokens[:]
+        .tolist()
+    )
     assert bytes(found).decode() == "\7".join(text.removesuffix("\n") for text in TEXTS) + "\n\7"
     # At most two chunks before the kill were not saved yet.
     assert 16 <= len(second.seen) <= 24
@@ -82,7 +86,7 @@ def test_a_killed_process_is_gone_on_from(source: Corpus) -> None:
 
 def test_what_a_kill_left_is_not_trusted_beyond_its_note(source: Corpus) -> None:
     """Bytes after the saved progress are dropped; a file that is too short is made again."""
-    whole = tokens.tokenized(source, Letters(), True)[:].tolist()
+    whole = tokens.tokenized_documents(source, Letters(), True).tokens[:].tolist()
     (record,) = (Path(os.environ["ORTLAUNCH_CACHE"]) / "tokens").glob("*.seal")
     path = record.with_suffix(".00000.u32")
     content = path.read_bytes()
@@ -97,7 +101,7 @@ def test_what_a_kill_left_is_not_trusted_beyond_its_note(source: Corpus) -> None
         record.with_suffix(".written").write_text(f'{{"documents": 5, "tokens": {counted}}}')
         # The case is one of the two.
         assert counted * 4 <= 400 or len(left) < counted * 4
-        assert tokens.tokenized(source, Letters(), True)[:].tolist() == whole
+        assert tokens.tokenized_documents(source, Letters(), True).tokens[:].tolist() == whole
 
 
 def test_a_process_that_is_killed_while_it_sums_loses_nothing(
@@ -108,13 +112,13 @@ def test_a_process_that_is_killed_while_it_sums_loses_nothing(
     with monkeypatch.context() as patched:
         patched.setattr(cache, "_sha256", lambda _: os.kill(os.getpid(), signal.SIGKILL))
         killed = multiprocessing.get_context("fork").Process(
-            target=tokens.tokenized, args=(source, Counting(), True)
+            target=tokens.tokenized_documents, args=(source, Counting(), True)
         )
         killed.start()
         killed.join(60)
     assert killed.exitcode == -signal.SIGKILL
     second = Counting()
-    assert len(tokens.tokenized(source, second, True)) > 0
+    assert len(tokens.tokenized_documents(source, second, True).tokens) > 0
     # Only the checksums are computed again.
     assert second.seen == []
 
@@ -129,13 +133,13 @@ def test_a_temporary_file_of_a_killed_process_is_removed(
     with monkeypatch.context() as patched:
         patched.setattr(os, "replace", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         killed = multiprocessing.get_context("fork").Process(
-            target=tokens.tokenized, args=(source, Counting(), True)
+            target=tokens.tokenized_documents, args=(source, Counting(), True)
         )
         killed.start()
         killed.join(60)
     assert killed.exitcode == -signal.SIGKILL
     assert [path for path in cache_files.iterdir() if is_temporary(path)]
-    assert len(tokens.tokenized(source, Letters(), True)) > 0
+    assert len(tokens.tokenized_documents(source, Letters(), True).tokens) > 0
     assert {path.suffix for path in cache_files.iterdir()} == {".ends", ".lock", ".seal", ".u32"}
 
 
@@ -145,7 +149,7 @@ def test_shards_are_one_row(source: Corpus, monkeypatch: pytest.MonkeyPatch, siz
     whole = "\7".join(text.removesuffix("\n") for text in TEXTS) + "\n\7"
     monkeypatch.setattr(shards, "SHARD", size)
     monkeypatch.setattr(tokens, "SHARD", size)
-    found = tokens.tokenized(source, Letters(), True)
+    found = tokens.tokenized_documents(source, Letters(), True).tokens
     assert len(found) == len(whole)
     for start, stop in (
         (0, 5),
@@ -175,7 +179,7 @@ def test_a_killed_process_is_gone_on_from_shard_by_shard(
     whole = "\7".join(text.removesuffix("\n") for text in TEXTS) + "\n\7"
     for damaged in (False, True):
         killed = multiprocessing.get_context("fork").Process(
-            target=tokens.tokenized, args=(source, Counting("text 25"), True)
+            target=tokens.tokenized_documents, args=(source, Counting("text 25"), True)
         )
         killed.start()
         killed.join(60)
@@ -184,7 +188,7 @@ def test_a_killed_process_is_gone_on_from_shard_by_shard(
         if damaged:
             first.write_bytes(b"?" * first.stat().st_size)
         second = Counting()
-        found = tokens.tokenized(source, second, True)
+        found = tokens.tokenized_documents(source, second, True).tokens
         assert bytes(found[0 : len(found)].tolist()).decode() == whole
         assert len(second.seen) == 40 if damaged else len(second.seen) <= 24
         assert {path.suffix for path in folder.iterdir()} == {".ends", ".lock", ".seal", ".u32"}
@@ -200,10 +204,10 @@ def test_a_shard_that_changed_is_named_and_made_anew(
     """A changed shard is named, and all shards are made again."""
     monkeypatch.setattr(shards, "SHARD", 50)
     monkeypatch.setattr(tokens, "SHARD", 50)
-    whole = tokens.tokenized(source, Letters(), True)[0:1000].tolist()
+    whole = tokens.tokenized_documents(source, Letters(), True).tokens[0:1000].tolist()
     path = sorted((Path(os.environ["ORTLAUNCH_CACHE"]) / "tokens").glob("*.u32"))[2]
     path.write_bytes(b"?" * path.stat().st_size)
-    assert tokens.tokenized(source, Letters(), True)[0:1000].tolist() == whole
+    assert tokens.tokenized_documents(source, Letters(), True).tokens[0:1000].tolist() == whole
     assert take_notes() == [f"{path}: differs from the recorded checksum; rebuilt"]
 
 
@@ -231,7 +235,7 @@ def test_ids_are_the_tokenizers_own(source: Corpus, tmp_path: Path) -> None:
     backend.enable_truncation(5)
     backend.enable_padding(length=9)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<s>")
-    assert tokens.tokenized(source, tokenizer, False)[:].tolist() == expected
+    assert tokens.tokenized_documents(source, tokenizer, False).tokens[:].tolist() == expected
     # The tokenizer itself was not changed.
     assert tokenizer.backend_tokenizer.truncation is not None
 
@@ -250,7 +254,7 @@ def test_memory_is_flat_over_a_corpus_many_times_as_large(
         monkeypatch.setattr(tokens, "documents_read", read)
         monkeypatch.setattr(tokens, "fingerprint", lambda _: str(count))
         tracemalloc.start()
-        found = len(tokens.tokenized(source, Bytes(), False))
+        found = len(tokens.tokenized_documents(source, Bytes(), False).tokens)
         most = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert found > count * 2000
