@@ -356,6 +356,7 @@ def test_fields_of_a_platform() -> None:
         ({"runs": "/data/../x"}, "write it without `..`"),
         ({"memory": "8Gi"}, "16Gi of /dev/shm count as memory, of which the pod has 8Gi"),
         ({"shared_memory": "1e9", "memory": "900M"}, "1e9 of /dev/shm"),
+        # Kubernetes writes K for the binary unit alone.
         ({"shared_memory": "2048Ki", "memory": "1Mi"}, "2048Ki of /dev/shm"),
         ({"pod": {"restartPolicy": "Always"}}, "got restartPolicy, which ortlaunch sets itself"),
         ({"job": {"completions": 1}}, "got completions, which ortlaunch sets itself"),

@@ -38,6 +38,7 @@ def test_the_newest_run_of_an_environment_counts(monkeypatch: pytest.MonkeyPatch
 def test_a_damaged_file_is_no_measurement(tmp_path: Path, text: str) -> None:
     """A file that cannot be read gives usual values, and the next run replaces it."""
     record_process_memory(bert(), MEASURED)
+    # A file for each environment.
     [file] = tmp_path.glob("processes/*.json")
     file.write_text(text)
     assert process_memory(bert()) == USUAL_PROCESS

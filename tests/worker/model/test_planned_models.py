@@ -117,6 +117,7 @@ def test_sizes_are_those_of_transformers(kind: str) -> None:
         assert sum(sizes) == sum(weight.numel() for weight in model.parameters()), task
 
 
+# Families of which peft finds linear layers beside those of the plan's layers, and two decoders.
 ADAPTED = {
     **SMALL,
     "bert": ({**_SIZES, **_WORDS, "type_vocab_size": 2}, ("pretraining", *_ENCODES)),
@@ -140,6 +141,7 @@ def test_adapters_of_all_linear_layers_are_pefts(kind: str) -> None:
         with torch.device("meta"):
             model = getattr(transformers, MODEL_TASKS[task].auto_class).from_config(config)
             adapted = _with_adapters(model, lora, task)
+        # A head for labels is trained as a whole, and has no adapter.
         count = sum(p.numel() for name, p in adapted.named_parameters() if ".lora_" in name)
         data = {"train": {"format": "jsonl", "path": "x"}, "tokenizer": "x", "sequence_length": 128}
         own = {"model_type": kind, **fields, "num_labels": 1}
