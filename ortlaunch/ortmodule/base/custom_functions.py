@@ -100,6 +100,8 @@ def _called(
     # Filled in the first pass, if the function keeps a graph of its own; ORT copies the arguments of
     # that pass.
     keeps_graph: list[bool] = []
+    # ORT's own functions tell it which outputs are their arguments.
+    own = _given if hasattr(function, "alias_input") else _in_own_memory
 
     def entered(args: tuple[Any, ...]) -> list[Any]:
         """Return the arguments with the booleans restored."""
@@ -125,7 +127,7 @@ def _called(
     def forward(ctx: Any, *args: Any) -> Any:
         given = tree_map_only(torch.Tensor, _copy, args) if keeps_graph else args
         made = function.forward(ctx, *entered(given))
-        outputs = _in_own_memory(made, args)
+        outputs = own(made, args)
         # Outputs are marked as the tensors that they are.
         marked = [id(tensor) for tensor in ctx.non_differentiable or ()]
         pairs = zip(tree_leaves(made), tree_leaves(outputs))
@@ -150,7 +152,7 @@ def _called(
                 for gradient, like in zip(gradients, ctx._ortlaunch_outputs)
             )
         try:
-            found = _in_own_memory(function.backward(ctx, *gradients), gradients)
+            found = own(function.backward(ctx, *gradients), gradients)
         except RuntimeError as error:
             if "appears to not have been used in the graph" not in str(error):
                 raise
@@ -170,9 +172,7 @@ def _called(
         steps: dict[str, AnyFunction] = {"forward": forward}
     else:
         steps = {
-            "forward": lambda *args: as_uint8(
-                _in_own_memory(function.forward(*entered(args)), args)
-            ),
+            "forward": lambda *args: as_uint8(own(function.forward(*entered(args)), args)),
             "setup_context": set_up,
         }
     members = {
@@ -258,6 +258,10 @@ def _in_own_memory(results: Any, given: tuple[Any, ...]) -> Any:
         ),
         results,
     )
+
+
+def _given(results: Any, given: tuple[Any, ...]) -> Any:
+    return results
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
