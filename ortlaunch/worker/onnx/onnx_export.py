@@ -9,15 +9,18 @@ from __future__ import annotations
 import inspect
 import shutil
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import nn
 
 from ortlaunch.errors import EngineError, InputError, MissingDependency, first_line
+from ortlaunch.ortmodule.base.torch_calls import untraced
 from ortlaunch.ortmodule.torch_in_graph.operator_table import with_forms
 from ortlaunch.ortmodule.tracing.tracing import with_autocasts_cache
 from ortlaunch.recipe import Recipe
@@ -222,7 +225,10 @@ def _write(whole: Exported, batch: Batch, sizes: Sizes, folder: Path) -> list[st
     _require_evaluation(whole)
     parts = folder / "parts"
     parts.mkdir()
-    with warnings.catch_warnings(record=True) as told:
+    with (
+        warnings.catch_warnings(record=True) as told,
+        mock.patch.object(torch, "broadcast_tensors", partial(_broadcast, torch.broadcast_tensors)),
+    ):
         warnings.simplefilter("ignore")
         # Tracing warns of everything that it makes a constant.
         warnings.simplefilter("always", torch.jit.TracerWarning)
@@ -257,6 +263,19 @@ def _write(whole: Exported, batch: Batch, sizes: Sizes, folder: Path) -> list[st
         each for each in told if str(each.message).startswith("Converting a tensor to a Python")
     )
     return [*dict.fromkeys(f"{each.filename}:{each.lineno}" for each in taken)]
+
+
+def _broadcast(plainly: Callable[..., Any], *given: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Leave tensors of one size as they are.
+
+    A trace would take the result for the scores themselves, so that the graph would need the labels
+    with which mse_loss compares them.
+    """
+    # In a trace sizes are tensors.
+    with untraced():
+        shapes = {each.shape for each in given}
+    found: Sequence[torch.Tensor] = given if len(shapes) == 1 else plainly(*given)
+    return found
 
 
 def _require_evaluation(module: nn.Module) -> None:

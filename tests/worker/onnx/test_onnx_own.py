@@ -57,6 +57,15 @@ class Tuple(Own):
         return scores if y is None else (self.loss(scores, y), scores)
 
 
+class Regression(Own):
+    """Compares two numbers with two by a loss that broadcasts them."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> Any:
+        scores = self.scores(x)
+        targets = torch.zeros(len(x), 2) + (0 if y is None else y[:, None])
+        return {"loss": nn.functional.smooth_l1_loss(scores, targets), "scores": scores}
+
+
 class Weighted(Own):
     """Accepts weights for its loss, but also has a loss without them."""
 
@@ -228,6 +237,14 @@ def test_what_the_loss_alone_takes_is_no_input(
         expected = model.eval()(x, scale)
     torch.testing.assert_close(torch.from_numpy(scores), expected["scores"])
     assert best.tolist() == expected["best"].tolist()
+
+
+def test_labels_of_a_loss_that_broadcasts_are_no_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's exporter takes what the loss has broadcast for the scores."""
+    found, _ = exported(Regression, tmp_path, monkeypatch)
+    assert (found.inputs, found.outputs) == (["x"], ["scores"])
 
 
 def test_lengths_that_differ_are_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
