@@ -100,7 +100,7 @@ def length_line(
         steps_done: steps of the checkpoint from which the run continues.
         samples_done: the samples of these steps, whose batch may have had another size.
     """
-    left = recipe.train.steps - steps_done
+    left = max(recipe.train.steps - steps_done, 0)
     seen = samples_done + left * batch.global_samples
     steps = f"{left:,} steps of {batch.global_samples:,} are {seen - samples_done:,} samples"
     if steps_done:
@@ -108,8 +108,10 @@ def length_line(
     if samples >= ENDLESS:
         return f"data: streamed; {steps}"
     per_epoch = samples / batch.global_samples
+    repeated = f" (a step takes samples up to {math.ceil(1 / per_epoch):,} times)"
     return (
         f"data: {samples:,} samples; {steps}, {float(f'{seen / samples:.3g}'):,.9g} epochs"
+        + (repeated if per_epoch < 1 else "")
     ) + "".join(
         f"; {name.replace('_', ' ')} {every:g} epochs: {max(1.0, every * per_epoch):,.4g} steps"
         for name, every in recipe.epoch_intervals()

@@ -175,3 +175,9 @@ def test_the_length_in_a_line() -> None:
         "data: 919 samples; 17 steps of 32 are 544 samples, 752 with those of the 13 steps before, "
         "0.818 epochs"
     )
+    # A checkpoint beyond the steps that the recipe has now.
+    line = length_line(recipe(train={"max_steps": 30}), BATCH, 5, 50, 800)
+    assert line == (
+        "data: 5 samples; 0 steps of 16 are 0 samples, 800 with those of the 50 steps before, "
+        "160 epochs (a step takes samples up to 4 times)"
+    )

@@ -39,8 +39,9 @@ class Model(Section):
     task: Annotated[str, NameIn(MODEL_TASKS)]
     """`pretraining` is BERT's: masked words and next sentence. `sequence-classification`: a class
     for a text; `sequence-regression`: a number; `token-classification`: a class for each word.
-    `image-classification` and `speech-seq2seq` are for custom data, whose samples have
-    `pixel_values` or `input_features`, and `labels`.
+    `image-classification` and `speech-seq2seq` take files, by `format: folder` or a table with
+    `file_column`, or custom data, whose samples have `pixel_values` or `input_features`, and
+    `labels`.
     `custom` and `lightning` (a LightningModule) require `factory`."""
     pretrained: Text | None = None
     """Local folder or hub id of a transformers model to start from, with a commit, a tag or a branch

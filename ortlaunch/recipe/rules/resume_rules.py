@@ -18,7 +18,7 @@ class Rule(NamedTuple):
     """The verdict on a change of a field."""
 
     verdict: str
-    """`takes effect`, or `refused`: it takes effect only with `allow`."""
+    """`applied`, or `refused`: it is applied only with `allow`."""
     allow: str = ""
     """Name of `--allow` that lets the change take effect; "" if none does."""
     why: str = ""

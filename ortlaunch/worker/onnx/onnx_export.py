@@ -26,12 +26,13 @@ from ortlaunch.ortmodule.tracing.tracing import with_autocasts_cache
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.export_records import OnnxCheck
 from ortlaunch.worker.data import LoadedData, collate
+from ortlaunch.worker.data.media.samples import load_processor
 from ortlaunch.worker.data.mixture import at_hand
 from ortlaunch.worker.model.model import LossModule, give_back_cache
 from ortlaunch.worker.onnx.onnx_own import Exported, own_batches, own_outputs
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    pass
 
 OPSET = 17
 # The largest allowed difference of a logit from PyTorch's.
@@ -105,7 +106,7 @@ def onnx(recipe: Recipe, folder: Path, trained: LossModule, data: LoadedData) ->
         raise EngineError(
             f"ONNX Runtime's outputs differ from PyTorch's by {worst:.3g}; the limit is {LIMIT:g}"
         )
-    _save_surroundings(trained, model, folder, data.tokenizer)
+    _save_surroundings(trained, model, folder, (data.tokenizer, load_processor(recipe)))
     shapes = [_shape(batch, sizes) for batch in batches]
     kept = {name: sizes.inputs[name] for name in inputs}
     axes = {name: [*axes] for name, axes in {**kept, **sizes.outputs}.items()}
@@ -344,11 +345,12 @@ def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def _save_surroundings(
-    trained: LossModule, model: Any, folder: Path, tokenizer: PreTrainedTokenizerBase
+    trained: LossModule, model: Any, folder: Path, preparing: Iterable[Any]
 ) -> None:
-    """Write config and tokenizer beside the graph, as in a transformers folder."""
+    """Write config, tokenizer and processor beside the graph, as in a transformers folder."""
     give_back_cache(model, trained.generates_with_cache)
     if hasattr(getattr(model, "config", None), "save_pretrained"):
         model.config.save_pretrained(folder)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
+    for part in preparing:
+        if part is not None:
+            part.save_pretrained(folder)

@@ -239,6 +239,16 @@ def test_bad_recordings_are_named(fault: str, processors: Path, tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("own_cache")
+def test_an_empty_transcript_is_noted(processors: Path, tmp_path: Path) -> None:
+    """A recording of silence may be meant, a text that is missing is not."""
+    write_sound(tmp_path / "a.wav", 0.5)
+    (tmp_path / "metadata.csv").write_text("file_name,transcription\na.wav,one\na.wav,\n")
+    take_notes()
+    assert len(LoadedData(sound_recipe(tmp_path, processors)).train) == 2
+    assert any("csv:3: the transcript is empty (1 of 2 are)" in text for text in take_notes())
+
+
+@pytest.mark.usefixtures("own_cache")
 def test_a_long_transcript_is_refused(processors: Path, tmp_path: Path) -> None:
     """A transcript that would be cut off is refused with its row."""
     write_sound(tmp_path / "a.wav", 0.5)

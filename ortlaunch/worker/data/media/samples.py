@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ortlaunch.cache import note
 from ortlaunch.errors import InputError
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.data import Corpus
@@ -87,10 +88,14 @@ class Recordings:
 
     def __init__(self, source: Corpus, recipe: Recipe, tokenizer: Any) -> None:
         self.processor = load_processor(recipe)
+        found = [*rows(source)]
         self.rows = [
             (_file(row, source), _transcript(row, source, tokenizer, recipe.data.transcript_length))
-            for row in rows(source)
+            for row in found
         ]
+        if empty := [row.place for row in found if not text_of(row, source).strip()]:
+            note(f"{empty[0]}: the transcript is empty ({len(empty):,} of {len(found):,} are); "
+                 "leave such rows out, unless silence is meant")  # fmt: skip
         for path, _ in self.rows:
             _sound(path, self.processor, 0)
 
