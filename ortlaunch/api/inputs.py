@@ -85,17 +85,13 @@ def validate(
     loaded = read(source, assignments, overrides)
     file, folder = loaded.file, loaded.path.parent
     # These need the disk; `load` has checked everything that the text alone shows.
-    missing = (
-        *inputs.missing_files(file.recipe),
-        *broken_factories(file.recipe, folder),
-        *inputs.unknown_type(file.recipe),
-    )
-    lines = [file.explain(problem) for problem in missing]
+    absent = (*inputs.missing_files(file.recipe), *broken_factories(file.recipe, folder))
+    wrong = (*inputs.wrong_contents(file.recipe), *inputs.unknown_type(file.recipe))
+    lines = [file.explain(problem) for problem in (*absent, *wrong)]
     # With several nodes this machine may only submit the run, so missing files are notes.
     if lines and not elsewhere and file.recipe.launch.nodes in (None, 1):
-        raise RecipeError(
-            [*lines, "if they exist on the machine that trains: ortlaunch validate --elsewhere"]
-        )
+        remedy = "if they exist on the machine that trains: ortlaunch validate --elsewhere"
+        raise RecipeError([*lines, *([remedy] if absent else [])])
     # Notes only: the recipe may be right.
     lines += [*map(file.explain, inputs.doubtful(file.recipe)), *file.notes]
     lines += file.recipe.sweep_lines()

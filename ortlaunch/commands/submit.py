@@ -120,6 +120,7 @@ def submit(resolved: ResolvedRun, chosen: Path | None, run: RunDir, name: str) -
     chosen_recipe = resolved.file.recipe
     missing = [
         *inputs.missing_files(chosen_recipe),
+        *inputs.wrong_contents(chosen_recipe),
         *broken_factories(chosen_recipe, resolved.command.modules),
     ]
     # An image or another cluster has files that this host need not have.

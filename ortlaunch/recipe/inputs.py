@@ -16,6 +16,7 @@ from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.recipe.fields.families import FAMILIES
 from ortlaunch.recipe.fields.prompts import CHAT_TEMPLATES
+from ortlaunch.recipe.first_rows import first_row_problems
 from ortlaunch.recipe.text.paths import EXPANDED
 from ortlaunch.recipe.text.place import Problem
 from ortlaunch.recipe.text.words import closest
@@ -34,13 +35,7 @@ def missing_files(recipe: Recipe, task: str = "train") -> Iterator[Problem]:
 
     They may be created later, or be on other hosts.
     """
-    # An evaluation reads no training data.
-    sources = [
-        each
-        for each in recipe.data.sources()
-        if not TASKS[task].evaluates or not each[0].startswith("data.train")
-    ]
-    for key, corpus in sources:
+    for key, corpus in _read_sources(recipe, task):
         for pattern in (corpus.path or ()) if isinstance(corpus, Corpus) else ():
             # Only a rank reads URLs, of a streamed corpus.
             found = ["://"] if "://" in pattern else matching_files(pattern)
@@ -72,7 +67,32 @@ def missing_files(recipe: Recipe, task: str = "train") -> Iterator[Problem]:
         # Any other value may be the name of a model on the Hugging Face Hub.
         if value.startswith(("/", "./", "../", "~")) or "$" in value or "://" in value:
             yield (key,), f"got {value}, and no such folder exists here{_remedy(value)}"
+
+
+def wrong_contents(recipe: Recipe, task: str = "train") -> Iterator[Problem]:
+    """Yield files on this host whose contents do not fit the recipe.
+
+    These are columns and media files that the first rows of a source lack, and local weights with
+    fewer rows than the tokenizer has tokens.
+    """
+    for key, corpus in _read_sources(recipe, task):
+        if isinstance(corpus, Corpus):
+            for pattern in corpus.path or ():
+                # One file shows the columns of all.
+                files = matching_files(pattern)[:1]
+                for path in [pattern] if corpus.format == "folder" else files:
+                    yield from first_row_problems(recipe, key, corpus, path)
     yield from _small_vocabulary(recipe)
+
+
+def _read_sources(recipe: Recipe, task: str) -> list[tuple[str, str | Corpus]]:
+    """Return the sources that a task reads, each with its key in the recipe."""
+    # An evaluation reads no training data.
+    return [
+        each
+        for each in recipe.data.sources()
+        if not TASKS[task].evaluates or not each[0].startswith("data.train")
+    ]
 
 
 def padded_vocabulary(size: int) -> int:

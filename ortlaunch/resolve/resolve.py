@@ -158,7 +158,9 @@ def resolve_file(file: RecipeFile, command: Command, world: World | None = None)
     named = f"those of {options.hostfile}" if options.hostfile else "the run's hosts"
     file.require((*device_rules(recipe, world.device, named), *task_rules(recipe, options.task)))
     # Inputs that are absent here may be on the other hosts, or be created before the run.
-    files = [file.explain(each) for each in inputs.missing_files(recipe, options.task)]
+    absent = inputs.missing_files(recipe, options.task)
+    contents = inputs.wrong_contents(recipe, options.task)
+    files = [file.explain(each) for each in (*absent, *contents)]
     functions = [file.explain(each) for each in (*broken, *inputs.unknown_type(recipe))]
     # With other hosts, an absent file or function gives a note only.
     here = all(host.is_here for host in world.hosts)

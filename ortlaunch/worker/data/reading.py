@@ -6,15 +6,12 @@ Each row has its location. An error names the file, and the line or the row. Tex
 
 from __future__ import annotations
 
-import bz2
 import csv
 import functools
-import gzip
 import hashlib
 import io
 import itertools
 import json
-import lzma
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -24,17 +21,11 @@ from typing import Any, BinaryIO, NamedTuple
 from ortlaunch.cause import Cause
 from ortlaunch.errors import InputError, first_line
 from ortlaunch.json_types import Json, parse_json
+from ortlaunch.recipe.first_rows import OPENERS, SEPARATORS
 from ortlaunch.recipe.inputs import require_no_pointers
 
-_OPENED: dict[str, Callable[[BinaryIO], Any]] = {
-    ".gz": gzip.open,
-    ".bz2": bz2.open,
-    ".xz": lzma.open,
-}
 _BY_DATASETS = (".zst", ".lz4", ".zip")
 _LOADER = {"text": "text", "jsonl": "json"}
-# Separators of cells; the one that the first line has most often is the file's.
-_SEPARATORS = ",;\t"
 # Characters of a text file, and rows of a Parquet file, that are read at once.
 _LETTERS_AT_ONCE = 1 << 20
 _ROWS_AT_ONCE = 1000
@@ -162,7 +153,7 @@ class _TextFile:
     def __init__(self, path: str) -> None:
         # Closed by `__exit__`.
         self._raw, self._size = _opened(path), size_of(path)
-        opened = _OPENED.get(os.path.splitext(path)[1])
+        opened = OPENERS.get(os.path.splitext(path)[1])
         self.bytes: BinaryIO = opened(self._raw) if opened else self._raw
 
     def __enter__(self) -> _TextFile:
@@ -305,7 +296,7 @@ def _csv(path: str) -> Iterator[Row]:
         io.TextIOWrapper(file.bytes, encoding="utf-8-sig", newline="") as letters,
     ):
         first = letters.readline(_LONGEST_ROW)
-        separator = max(_SEPARATORS, key=first.count)
+        separator = max(SEPARATORS, key=first.count)
         table = csv.reader(itertools.chain([first], letters), delimiter=separator, strict=True)
         try:
             for cells in table:

@@ -10,7 +10,7 @@ import yaml
 
 import ortlaunch
 from ortlaunch.errors import RecipeError
-from tests.makers import CUSTOM, OWN_MODULE
+from tests.makers import CUSTOM, OWN_MODULE, bert
 
 
 @pytest.fixture
@@ -93,6 +93,16 @@ def test_modules_beside_a_loaded_recipe(beside: Path) -> None:
     with pytest.raises(RecipeError, match="no module mine beside the recipe"):
         ortlaunch.validate(CUSTOM)
     assert "no module mine" in ortlaunch.validate(CUSTOM, elsewhere=True).notes[0]
+
+
+def test_another_machine_is_named_only_for_what_is_absent() -> None:
+    """Only what this host lacks may exist on the machine that trains; a wrong type may not."""
+    wrong = bert(model={"task": "masked-lm", "config": {"model_type": "brt"}})
+    with pytest.raises(RecipeError, match="did you mean bert") as error:
+        ortlaunch.validate(wrong)
+    assert "--elsewhere" not in str(error.value)
+    with pytest.raises(RecipeError, match=r"(?s)no module mine.*--elsewhere"):
+        ortlaunch.validate(CUSTOM)
 
 
 def test_a_validation_as_text(beside: Path) -> None:

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
 from ortlaunch.errors import OrtlaunchError, RecipeError
+from ortlaunch.model_tasks import MODEL_TASKS
 from ortlaunch.other_tools import import_config
 from ortlaunch.planning.hosts import read_hostfile
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe import load
-from ortlaunch.recipe.inputs import doubtful, matching_files, missing_files, unknown_type
+from ortlaunch.recipe.fields.data import Corpus
+from ortlaunch.recipe.first_rows import first_row_problems
+from ortlaunch.recipe.inputs import (
+    doubtful,
+    matching_files,
+    missing_files,
+    unknown_type,
+    wrong_contents,
+)
 from ortlaunch.resolve.resolve import ResolvedRun, resolve
 from ortlaunch.user_modules import broken_factories
 from tests.control.typed import Run
@@ -129,6 +140,64 @@ def test_missing_files(sections: dict[str, Any], said: list[str]) -> None:
     assert len(found) == len(said)
 
 
+CSV = {"format": "csv", "text_column": "reviews"}
+LABELS = {"format": "csv", "text_column": "review", "label_column": "verdict"}
+CHAT = {"format": "jsonl", "path": "c.jsonl"}
+
+
+@pytest.mark.parametrize(
+    ("task", "train", "evaluation", "said"),
+    [
+        # Every source and column at once; labels of another task do not count.
+        ("sequence-classification", {**CSV, "path": "a.csv"}, {**LABELS, "path": "b.csv"},
+         ["data.train.text_column got reviews; a.csv has review, verdict; did you mean review?",
+          "data.train.label_column got label; a.csv has review, verdict"]),
+        ("sequence-classification", {**LABELS, "path": "a.csv"}, {"format": "csv", "path": "b.csv"},
+         ["data.evaluation.text_column got text; b.csv has review, verdict",
+          "data.evaluation.label_column got label; b.csv has review, verdict"]),
+        ("masked-lm", {**CSV, "path": "b.csv.gz", "text_column": "review"}, None, []),
+        ("masked-lm", {**CSV, "path": "b.csv.gz"}, None,
+         ["data.train.text_column got reviews; b.csv.gz has review, verdict; did you mean review?"]),
+        ("causal-lm", {**CHAT, "messages_column": "nope"}, {**CHAT, "messages_column": "messages"},
+         ["data.train.messages_column got nope; c.jsonl has messages"]),
+        ("causal-lm", {**CHAT, "prompt": "alpaca"}, None,
+         ["data.train.prompt_column got instruction; c.jsonl has messages",
+          "data.train.response_column got output; c.jsonl has messages"]),
+        # One array of objects; what is no JSON, or no UTF-8, is left to the reader.
+        ("masked-lm", {"format": "jsonl", "path": "array.json"}, None,
+         ["data.train.text_column got text; array.json has a, b"]),
+        ("masked-lm", {"format": "jsonl", "path": "a.csv"}, None, []),
+        ("masked-lm", {"format": "csv", "path": "utf16.csv"}, None, []),
+    ],
+)  # fmt: skip
+def test_columns_of_the_first_row(
+    task: str, train: dict[str, Any], evaluation: dict[str, Any] | None, said: list[str]
+) -> None:
+    """A column that the first row of a source lacks is reported with the columns that exist."""
+    table = "review;verdict\ngood, really;1\n"
+    Path("a.csv").write_text("review\tverdict\n\ngood\t1\n")
+    Path("b.csv").write_text("\ufeff" + table)
+    Path("b.csv.gz").write_bytes(gzip.compress(table.encode()))
+    Path("c.jsonl").write_text('{"messages": []}\n' * 9)
+    Path("array.json").write_text('[ {"a": 1, "b": 2}, {"text": 1}]')
+    Path("utf16.csv").write_text(table, encoding="utf-16")
+    data = {**WORDS, "train": train, "evaluation": evaluation}
+    found = wrong_contents(bert(model={"task": task}, data=data))
+    assert [f"{paths[0]} {text}" for paths, text in found] == said
+
+
+def test_media_files_of_metadata() -> None:
+    """A file that metadata names and that does not exist is reported, as is a wrong column."""
+    Path("data/metadata.csv").write_text("file_name,said\na.txt,yes\nno.wav,no\n")
+    source = Corpus(format="folder", path=("data",), file_column="file_name", text_column="text")
+    made = SimpleNamespace(model=SimpleNamespace(traits=MODEL_TASKS["speech-seq2seq"]))
+    found = [text for _, text in first_row_problems(made, "data.train", source, "data")]  # type: ignore[arg-type]
+    assert found == [
+        "got text; data/metadata.csv has file_name, said",
+        "data/metadata.csv names no.wav, which does not exist",
+    ]
+
+
 # The whole text of such a file.
 POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 1234\n"
 
@@ -200,12 +269,12 @@ def test_more_tokens_than_rows(vocabulary: Any, sections: dict[str, Any], said: 
     model = {"task": "masked-lm", "pretrained": "m"}
     data = {**WORDS, "tokenizer": "m", **sections}
     # "a" is added and in the vocabulary, and counts once.
-    assert [text for _, text in missing_files(bert(model=model, data=data))] == said
+    assert [text for _, text in wrong_contents(bert(model=model, data=data))] == said
     larger = {**model, "config": {"vocab_size": 6}}
-    assert not list(missing_files(bert(model=larger, data=data)))
+    assert not list(wrong_contents(bert(model=larger, data=data)))
     # What transformers alone can read is left to it.
     Path("m/tokenizer.json").write_text("[]")
-    assert not list(missing_files(bert(model=model, data=data)))
+    assert not list(wrong_contents(bert(model=model, data=data)))
 
 
 def test_a_name_with_letters_of_patterns() -> None:
