@@ -58,4 +58,9 @@ def _modules(first: RunDir, second: RunDir) -> Iterator[str]:
 
 def _result(run: RunDir) -> Json:
     status = read_status(run)
-    return {"state": status.state.value, "step": status.step, **status.metrics}
+    return {
+        "state": status.state.value,
+        "step": status.step,
+        "fallback": status.fallback,
+        **status.metrics,
+    }

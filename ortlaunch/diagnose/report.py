@@ -75,7 +75,10 @@ def diagnose(run: RunDir) -> Diagnosis:
         kind=failure.kind.value,
         verdict=verdict(failure),
         advice=advice_for(failure, about),
-        evidence=tuple(_evidence(about, failure)),
+        evidence=(
+            *_evidence(about, failure),
+            *([f"  {found.fallback}"] if found.fallback else []),
+        ),
     )
 
 

@@ -71,8 +71,10 @@ def _folder(status: Status, columns: int) -> str:
 
 
 def _reason(status: Status, columns: int) -> str:
-    """Return an indented line with the cause of a failure; "" if there is none."""
-    if not status.state.is_end or status.job.failure is None:
+    """Return an indented line with the cause of a failure, else of a fallback; "" if none."""
+    failure = status.job.failure if status.state.is_end else None
+    reason = cause_text.verdict(failure) if failure else status.fallback
+    if not reason:
         return ""
-    text = f"    {cause_text.verdict(status.job.failure)}".replace("\n", " ")
+    text = f"    {reason}".replace("\n", " ")
     return text if len(text) <= columns else f"{text[: columns - 4]} ..."

@@ -21,6 +21,7 @@ from ortlaunch.process import stopped_family
 from ortlaunch.recipe import read_resolved
 from ortlaunch.run_folder import lock
 from ortlaunch.run_folder.cause_text import CONTINUE, OURS, TRY, VERDICT
+from ortlaunch.run_folder.engine_report import EngineChoice
 from ortlaunch.run_folder.folder import RunDir, json_text, read_json, read_text
 from ortlaunch.run_folder.lines import json_tail
 from ortlaunch.units import counted, duration, number
@@ -67,6 +68,8 @@ class Status:
     stopped: Mapping[int, str]
     # Errors of damaged files, which were left out.
     unreadable: tuple[str, ...] = ()
+    # Why another engine than the requested one runs, as a sentence.
+    fallback: str | None = None
 
     def to_json(self) -> str:
         """Return the status as one JSON object."""
@@ -109,6 +112,8 @@ class Status:
         if self.alive:
             yield f"still ending: {', '.join(f'process {pid}' for pid in self.alive)}"
         yield from self._attempts()
+        if self.fallback:
+            yield self.fallback
         yield from self.unreadable
         yield from _short(self.job.verdict or "")
 
@@ -191,6 +196,7 @@ def _read_status(run: RunDir, queue: queued.Queue) -> Status:
     plan = _or_fault(wrong, lambda: Plan.read(run.plan) if run.plan.exists() else None, None)
     steps = _or_fault(wrong, lambda: _steps(run), None)
     metrics = _newest_metrics(run, wrong)
+    fallback = _or_fault(wrong, lambda: _fallback(run), None)
     started = datetime.fromisoformat(job.started).timestamp()
     logged = run.metrics.stat().st_mtime if metrics else 0.0
     return Status(
@@ -211,7 +217,14 @@ def _read_status(run: RunDir, queue: queued.Queue) -> Status:
         alive=tuple(lock.alive_at(run)) if job.state.is_end else (),
         stopped=_stopped(job) if certain else {},
         unreadable=tuple(wrong),
+        fallback=fallback,
     )
+
+
+def _fallback(run: RunDir) -> str | None:
+    """Return the sentence on the engine that replaced the requested one; None if none did."""
+    found = read_json(run.engine) if run.engine.exists() else {}
+    return EngineChoice(**found["engine"]).fallback if "engine" in found else None
 
 
 def _or_fault(wrong: list[str], read: Callable[[], _T], otherwise: _T) -> _T:

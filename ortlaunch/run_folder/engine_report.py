@@ -5,6 +5,7 @@ The text under a field is its manual, as in records.py. Standard library only.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -93,6 +94,12 @@ class EngineChoice:
     """As there."""
     key: str | None = None
     """As there."""
+
+    @property
+    def fallback(self) -> str | None:
+        """A line on the engine that replaced the requested one, with its reason; None without one."""
+        line = f"asked for {self.asked}, fell back to {self.used}: {self.fallback_reason}"
+        return textwrap.shorten(line, 400, placeholder=" ...") if self.fallback_reason else None
 
 
 @dataclass

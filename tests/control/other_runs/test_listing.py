@@ -12,6 +12,7 @@ import yaml
 
 from ortlaunch.api.runs import Run, runs, runs_table, statuses
 from ortlaunch.cause import Cause, Failure
+from ortlaunch.diagnose.report import diagnose
 from ortlaunch.errors import InputError
 from ortlaunch.launch import JobState
 from ortlaunch.launch.record import JobRecord
@@ -20,9 +21,10 @@ from ortlaunch.other_runs.status import Status, read_status
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.resolve.prepare import prepare
 from ortlaunch.resolve.resolve import resolve
-from ortlaunch.run_folder.folder import RunDir, write_text
+from ortlaunch.run_folder.engine_report import EngineChoice
+from ortlaunch.run_folder.folder import RunDir, write_json, write_text
 from ortlaunch.search.folder import SweepDir
-from tests.makers import CUSTOM, OWN_MODULE
+from tests.makers import CUSTOM, OWN_MODULE, engine_report
 
 
 @pytest.fixture
@@ -115,6 +117,24 @@ def test_compare(two: tuple[Run, Run], tmp_path: Path) -> None:
     JobRecord.of_this_process("local", JobState.PENDING).write(RunDir(tmp_path / "queued"))
     with pytest.raises(InputError, match="queued: has not begun, so it has no record to compare"):
         bad.compare(Run(tmp_path / "queued"))
+
+
+def test_a_fallback_is_named_after_the_end(two: tuple[Run, Run]) -> None:
+    """Status, list, diagnose and compare say that another engine ran, and why, in one line."""
+    bad, good = two
+    choice = EngineChoice("ort", "eager", "no operator:\n" + "word " * 200)
+    write_json(RunDir(good.path).engine, engine_report("eager", engine=choice).to_json())
+    write_json(RunDir(bad.path).engine, engine_report("ort").to_json())
+    line = "asked for ort, fell back to eager: no operator: word"
+    found = read_status(RunDir(good.path))
+    assert str(found.fallback).startswith(line)
+    assert str(found.fallback).endswith("word ...")
+    assert line in str(found)
+    assert line in found.to_json()
+    assert f"  {found.fallback}" in diagnose(RunDir(good.path)).evidence
+    assert f"    {line} " in runs_table(statuses(None), 100)
+    assert f'fallback: null -> "{found.fallback}"' in bad.compare(good)
+    assert read_status(RunDir(bad.path)).fallback is None
 
 
 def started(folder: Path, task: str = "train") -> RunDir:

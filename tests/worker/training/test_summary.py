@@ -11,6 +11,7 @@ import pytest
 from torch import nn
 
 from ortlaunch.run_folder.engine_report import (
+    EngineChoice,
     EngineReport,
     ExportCopy,
     FusedNorm,
@@ -44,6 +45,15 @@ def test_what_ran_is_told_in_nodes_and_calls() -> None:
         "optimizer AdamW",
     ]
     assert outcome_lines(report(exports=2))[1].startswith("  2 exports; ")
+
+
+def test_an_engine_that_fell_back_counts_no_passes() -> None:
+    """The outcome of a run that fell back says so, without ONNX Runtime's counts of 0."""
+    choice = EngineChoice("ort", "eager", "no such operator")
+    assert outcome_lines(replace(report(), engine=choice)) == [
+        "ran on engine eager: asked for ort, fell back to eager: no such operator",
+        "optimizer AdamW",
+    ]
 
 
 def test_a_summary_without_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
