@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from ortlaunch.cause import Cause, Failure
 from ortlaunch.diagnose.evidence import Evidence
 from ortlaunch.recipe import read_resolved
+from ortlaunch.recipe.inputs import RATE, doubtful
 from ortlaunch.run_folder.cause_text import advice
 
 
@@ -39,6 +41,15 @@ def _with_precision(failure: Failure, found: Evidence) -> Failure:
     return replace(failure, cause=Cause.LOSS_SCALE_COLLAPSE if is_fp16 else Cause.NOT_FINITE)
 
 
+def _rate_doubts(found: Evidence) -> Iterator[str]:
+    """Yield advice on a learning rate that is most likely a mistake."""
+    # A start that failed early may have left no recipe.
+    if found.run.recipe.exists():
+        for paths, text in doubtful(read_resolved(found.run.recipe)):
+            if RATE in paths:
+                yield f"a lower {RATE}: {text}"
+
+
 def advice_for(failure: Failure, found: Evidence) -> tuple[str, ...]:
     """Return advice for a failure, first what depends on the run.
 
@@ -47,6 +58,9 @@ def advice_for(failure: Failure, found: Evidence) -> tuple[str, ...]:
     if failure.cause is Cause.HANG:
         stacks = f"see the stack traces of all ranks: {found.run.errors}/stacks_*.txt"
         return (stacks, *advice(failure))
+    if failure.cause in (Cause.NOT_FINITE, Cause.LOSS_SPIKE, Cause.LOSS_SCALE_COLLAPSE):
+        # At such a rate every batch fails: neither the samples nor a rollback matter.
+        return tuple(_rate_doubts(found)) or advice(failure)
     if failure.cause is not Cause.GRAPH_CRASH:
         return advice(failure)
     saved = found.run.complete_checkpoints()

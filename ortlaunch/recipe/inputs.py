@@ -22,6 +22,7 @@ from ortlaunch.recipe.text.place import Problem
 from ortlaunch.recipe.text.words import closest
 from ortlaunch.tasks import TASKS
 
+RATE = "optimizer.learning_rate"
 _READ = {
     "model.pretrained": re.compile(r"config\.json|(model|pytorch_model|adapter_model)\b.*"),
     "data.tokenizer": re.compile(r".*\.(json|txt|model|tiktoken)"),
@@ -162,7 +163,7 @@ def doubtful(recipe: Recipe) -> Iterator[Problem]:
     # Adaptive optimizers normalize the gradient, so that a step is about as large as the rate.
     if rate > 1 and recipe.optimizer.traits.adapts:
         yield (
-            ("optimizer.learning_rate",),
+            (RATE,),
             f"got {rate:g}: {name} changes each weight by about this much per step; 1e-5 to "
             "1e-2 is usual",
         )

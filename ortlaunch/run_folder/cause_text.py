@@ -6,6 +6,7 @@ The only module that renders causes; nothing parses its sentences. Standard libr
 from __future__ import annotations
 
 import signal
+import textwrap
 
 from ortlaunch.cause import Cause, Failure
 
@@ -80,7 +81,7 @@ _OUTSIDE = (
 # A stopped run continues from its newest checkpoint when it gets its own folder again.
 _AGAIN = ("start the same command with --run-dir to continue",)
 _NUMBERS = (("check these samples"), "a lower optimizer.learning_rate, a warm-up (schedule.warmup_steps), "
-            "a lower train.max_grad_norm")  # fmt: skip
+            "stronger clipping (train.max_grad_norm)")  # fmt: skip
 _ROLLBACK = "train.on_nonfinite: rollback leaves such a batch out, and training continues"
 _ADVICE: dict[Cause, tuple[str, ...]] = {
     Cause.RUNNING: ("ortlaunch status RUN shows its progress",),
@@ -223,7 +224,8 @@ def _filled(template: str, failure: Failure) -> str:
         )
     return template.format(
         place=failure.place,
-        detail=failure.detail[:400],  # a verdict is one line, whatever a library printed
+        # A verdict is one line, whatever a library printed.
+        detail=textwrap.shorten(failure.detail, 400, placeholder=" ..."),
         at=f", at {failure.raised_at}" if failure.raised_at else "",
         who=failure.who,
         name=_name(failure),

@@ -318,6 +318,23 @@ def test_numbers_beside_the_verdict(tmp_path: Path) -> None:
     assert "NCCL's flight recorder: 1 files" in said
 
 
+def test_a_loss_that_is_nan_by_the_learning_rate(tmp_path: Path) -> None:
+    """At a rate that breaks every batch, the rate alone is the advice."""
+    for rate, first in ((2e9, "a lower optimizer.learning_rate: got 2e+09: adamw changes each"),
+                        (1e-3, "check these samples")):  # fmt: skip
+        chosen = recipe(optimizer={"name": "adamw", "learning_rate": rate})
+        advice = diagnose(made(tmp_path / str(rate), chosen, cause="not-finite", detail=NAN)).advice
+        assert advice[0].startswith(first)
+        assert ("rollback" in " ".join(advice)) == (rate < 1)
+
+
+def test_a_long_verdict_is_cut_at_a_word(tmp_path: Path) -> None:
+    """A text of a library is one line, which ends at a word with a mark."""
+    found = diagnose(made(tmp_path, detail="ValueError: planted\n" + "words " * 90))
+    assert found.verdict.endswith(" words ...")
+    assert "planted words" in found.verdict
+
+
 def test_a_run_that_goes_on_and_one_that_ended_well(tmp_path: Path) -> None:
     """A running or successful run has no failure; a folder that is no run is refused."""
     run = RunDir(tmp_path)
