@@ -257,7 +257,7 @@ def runs(
 
     Args:
         newest: the largest number; None: all of them.
-        name: a part of the folder's path, with `*` and `?` as in a shell.
+        name: a part of the folder's path or of the run's name, with `*` and `?` as in a shell.
         state: the state as `status` prints it, as `failed`.
         metric: a limit of a newest value, as `evaluation_loss<1.5`.
 

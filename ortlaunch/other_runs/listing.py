@@ -32,7 +32,7 @@ def newest_statuses(
 
     Args:
         newest: the largest number of them; None: all.
-        name: a part of the folder's path, with `*` and `?` as in a shell.
+        name: a part of the folder's path or of the run's name, with `*` and `?` as in a shell.
         state: the state as `status` prints it.
         metric: a limit of a newest value, as `evaluation_loss<1.5`.
 
@@ -47,7 +47,7 @@ def newest_statuses(
     found = (
         status
         for run in registry.runs()
-        if fnmatchcase(str(run), f"*{name}*")
+        if fnmatchcase(str(run), f"*{name}*") or fnmatchcase(registry.run_name(run), f"*{name}*")
         for status in _readable(run, queue)
         if state in (None, status.state.value) and keeps(status)
     )

@@ -59,7 +59,17 @@ def resolve_name(given: Path) -> Path:
     known = [run.path for run in runs()]
     found = next((path for path in known if pattern.match(path.name)), None)
     begins = [path for path in known if path.name.startswith(str(given))]
-    return found or (begins[0] if len(begins) == 1 else given)
+    if found or len(begins) == 1:
+        return found or begins[0]
+    # A folder of --run-dir has any name.
+    return next((run.path for run in runs() if run_name(run) == str(given)), given)
+
+
+def run_name(run: RunDir) -> str:
+    """Return the name that the recipe gives a run; "" before its plan is written."""
+    with contextlib.suppress(OSError, DamagedFile):
+        return Plan.read(run.plan).name
+    return ""
 
 
 def _latest_training() -> Path:

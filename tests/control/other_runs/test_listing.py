@@ -180,6 +180,16 @@ def test_latest_is_the_newest_training_here(
     assert Run("proof").path.name == "proof"
 
 
+def test_a_run_in_a_folder_of_another_name(two: tuple[Run, Run]) -> None:
+    """A run started with --run-dir is found by the name in its recipe; a folder's name wins."""
+    assert {run.path.name for run in runs(name="mad")} == {"good", "bad"}
+    newest = runs(1)[0].path
+    assert Run("made").path == newest
+    assert Run("bad").path.name == "bad"
+    with pytest.raises(InputError, match="mad: is neither a folder nor the name of a run"):
+        Run("mad")
+
+
 def test_the_table_of_runs(two: tuple[Run, Run], tmp_path: Path) -> None:
     """A row has what a person compares; a failed run has its reason; no line is too long."""
     bad = RunDir(tmp_path / "runs" / "bad")
