@@ -515,11 +515,37 @@ def _refuse_frozen_tokens(recipe: Recipe, lora: Lora, data: LoadedData, model: A
         )
 
 
+def _require_targets(model: nn.Module, lora: Lora) -> None:
+    """Refuse names of target modules that no layer has; peft would leave some of them out in silence.
+
+    Raises:
+        InputError: with the names of layers that have a weight matrix.
+    """
+    layers = [name for name, _ in model.named_modules()]
+    missing = [
+        target
+        for target in lora.target_modules
+        if target != "all-linear" and not any(f".{name}".endswith(f".{target}") for name in layers)
+    ]
+    # Weights of target_parameters may be all; the default of target_modules is then of no matter.
+    if missing and not lora.target_parameters:
+        names = {
+            name.rpartition(".")[2]
+            for name, layer in model.named_modules()
+            if getattr(getattr(layer, "weight", None), "ndim", 0) == 2
+        }
+        raise InputError(
+            f"model.lora.target_modules: the model has no layer {', '.join(missing)}; its layers "
+            f"with a weight matrix are {', '.join(sorted(names))}"
+        )
+
+
 def _with_adapters(model: nn.Module, lora: Lora, task: str) -> nn.Module:
     try:
         import peft
     except ImportError:
         raise MissingDependency('model.lora needs peft: pip install "ortlaunch[lora]"') from None
+    _require_targets(model, lora)
     traits = MODEL_TASKS[task]
     saved = [*filter(None, [traits.new_head]), *lora.modules_to_save]
     # peft's names of new heads. It saves all layers whose names end so, and fails for an adapter there.

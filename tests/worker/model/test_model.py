@@ -294,6 +294,11 @@ def test_lora_with_whole_modules_and_single_weights() -> None:
 
 
 def test_lora_names_layers_that_are_not_there() -> None:
-    """A target that no layer has is an error with the key."""
-    with pytest.raises(InputError, match=r"model.lora.target_modules: .*nowhere"):
-        built("causal-lm", GPT2, lora={"target_modules": ["nowhere"]})
+    """A target that no layer has is an error with the layers that exist, beside a right one, too."""
+    for targets in (["nowhere"], ["c_attn", "nowhere"]):
+        with pytest.raises(InputError) as caught:
+            built("causal-lm", GPT2, lora={"target_modules": targets})
+        assert str(caught.value) == (
+            "model.lora.target_modules: the model has no layer nowhere; its layers with a weight "
+            "matrix are c_attn, c_fc, c_proj, lm_head, wpe, wte"
+        )
