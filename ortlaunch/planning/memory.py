@@ -234,7 +234,18 @@ def why_unknown(recipe: Recipe) -> str:
         )
     if model.lora is None:
         return f"models of type {kind} have no estimate for task {model.task}"
-    return "adapters on these target_modules have no estimate; a training records its memory in memory.json"
+    lora = model.lora
+    field = (
+        "modules_to_save"
+        if lora.modules_to_save
+        else "target_parameters"
+        if lora.target_parameters
+        else "target_modules"
+    )
+    return (
+        f"adapters with these model.lora.{field} have no estimate; a training records its memory "
+        "in memory.json"
+    )
 
 
 def _plain(recipe: Recipe, parameters: int, trainable: int, activations: int) -> Bytes:

@@ -326,6 +326,16 @@ def test_describe_a_model_that_is_not_known() -> None:
         assert plan(unknown).memory is None
         page = " ".join(describe(plan(unknown), unknown).split())
         assert f"memory: unknown: {reason}" in page
+    # Of adapters the field that has no estimate is named.
+    for lora, field in (
+        ({"target_modules": ["all-linear"], "modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"target_modules": ["lm_head"]}, "target_modules"),
+    ):
+        config = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64,
+                  "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}  # fmt: skip
+        unknown = bert(model={"task": "causal-lm", "config": config, "lora": lora})
+        page = " ".join(describe(plan(unknown), unknown).split())
+        assert f"unknown: adapters with these model.lora.{field} have no estimate" in page
     # A known model has the table.
     assert "memory: 1" in describe(plan(bert()), bert())
 
