@@ -53,7 +53,8 @@ def _metric(recipe: Recipe, path: str, asked: DirectedMetric) -> Iterator[Proble
         )
     elif asked.metric not in known and asked.mode is None:
         yield (
-            (f"{path}.mode", f"{path}.metric"),
+            # Without a task nothing is known of the metric, and the rule is left out.
+            (f"{path}.mode", f"{path}.metric", "model.task"),
             f"is missing: give min or max, because {asked.metric} is your own metric",
         )
 
