@@ -53,11 +53,11 @@ def first_row_problems(recipe: Recipe, key: str, source: Corpus, path: str) -> I
             guess = closest(column, names)
             near = f"; did you mean {guess}?" if guess else ""
             yield (f"{key}.{field}",), f"got {column}; {path} has {', '.join(names)}{near}"
-    media = [
-        str(row[source.file_column]) for row in rows if is_folder and source.file_column in row
-    ]
+    # Names in metadata are relative to its folder.
     missing = [
-        name for name in media if not os.path.isfile(os.path.join(os.path.dirname(path), name))
+        name
+        for name in (row.get(source.file_column) for row in rows if is_folder)
+        if isinstance(name, str) and not os.path.isfile(os.path.join(os.path.dirname(path), name))
     ]
     if missing:
         more = f", nor do {len(missing) - 1} more of its first rows" if missing[1:] else ""
@@ -66,12 +66,11 @@ def first_row_problems(recipe: Recipe, key: str, source: Corpus, path: str) -> I
 
 def _column_fields(recipe: Recipe, source: Corpus) -> Sequence[str]:
     """Return the fields of a source whose columns each row must have."""
-    traits = recipe.model.traits
     if is_chat(source):
         return ("messages_column",) if source.messages_column else tuple(_DEFAULT_COLUMNS)
-    if traits.media:
-        return ("file_column", "label_column" if traits.media == "image" else "text_column")
-    return ("text_column", "label_column") if traits.label else ("text_column",)
+    label = ("label_column",) if recipe.model.traits.label else ()
+    media = {"image": ("file_column", "label_column"), "sound": ("file_column", "text_column")}
+    return media.get(recipe.model.traits.media, ("text_column", *label))
 
 
 def _metadata(folder: str, split: str) -> str:
@@ -95,9 +94,8 @@ def _first_rows(path: str, form: str) -> Iterator[Any]:
         # The last row may go on after the bytes that were read.
         whole = text if len(read) < _READ_BYTES else text[: text.rfind("\n") + 1]
         if form == "csv":
-            lines = io.StringIO(whole, newline="")
             separator = max(SEPARATORS, key=whole.partition("\n")[0].count)
-            table = csv.reader(lines, delimiter=separator, strict=True)
+            table = csv.reader(io.StringIO(whole, newline=""), delimiter=separator, strict=True)
             names, *rows = [cells for cells in table if any(map(str.strip, cells))]
             yield from (dict(zip(names, cells)) for cells in rows if len(cells) == len(names))
         elif text.lstrip().startswith("["):

@@ -158,9 +158,8 @@ def resolve_file(file: RecipeFile, command: Command, world: World | None = None)
     named = f"those of {options.hostfile}" if options.hostfile else "the run's hosts"
     file.require((*device_rules(recipe, world.device, named), *task_rules(recipe, options.task)))
     # Inputs that are absent here may be on the other hosts, or be created before the run.
-    absent = inputs.missing_files(recipe, options.task)
-    contents = inputs.wrong_contents(recipe, options.task)
-    files = [file.explain(each) for each in (*absent, *contents)]
+    of_data = (inputs.missing_files, inputs.wrong_contents)
+    files = [file.explain(each) for check in of_data for each in check(recipe, options.task)]
     functions = [file.explain(each) for each in (*broken, *inputs.unknown_type(recipe))]
     # With other hosts, an absent file or function gives a note only.
     here = all(host.is_here for host in world.hosts)
