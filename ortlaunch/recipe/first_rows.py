@@ -69,8 +69,9 @@ def _column_fields(recipe: Recipe, source: Corpus) -> Sequence[str]:
     if is_chat(source):
         return ("messages_column",) if source.messages_column else tuple(_DEFAULT_COLUMNS)
     label = ("label_column",) if recipe.model.traits.label else ()
+    text = ("text_column", *label)
     media = {"image": ("file_column", "label_column"), "sound": ("file_column", "text_column")}
-    return media.get(recipe.model.traits.media, ("text_column", *label))
+    return media[recipe.model.traits.media] if recipe.model.traits.media else text
 
 
 def _metadata(folder: str, split: str) -> str:
