@@ -83,3 +83,10 @@ def _wrap_line(line: str, columns: int) -> str:
         break_on_hyphens=False,
         replace_whitespace=False,
     )
+
+
+def shortened(text: str, width: int) -> str:
+    """Return a text as one line of at most `width` characters, cut at a word, with ` ...`."""
+    line = " ".join(text.split())
+    # A word that is longer than the line is broken.
+    return line if len(line) <= width else f"{textwrap.wrap(line, width - 4)[0]} ..."

@@ -96,7 +96,9 @@ def with_verdict(run: RunDir, end: End) -> str:
     more = what_would_fit(about) if failure.kind is Cause.OUT_OF_MEMORY else []
     first = before.partition("\n")[0]
     # Where one text repeats the start of the other, `before` itself becomes the verdict.
-    if first and (before.startswith(what) or what.startswith(first)):
+    whole = " ".join(before.split())
+    repeats = whole.startswith(what.removesuffix(" ...")) or what.startswith(first)
+    if first and (repeats or first in failure.detail):
         before, what = "", before
     lines = [f"{VERDICT}{what}", *more, *(f"{TRY}{each}" for each in advice_for(failure, about))]
     return "\n".join([*([before] if before.strip() else []), *lines, f"{OURS}{end.last}"])

@@ -10,7 +10,7 @@ from ortlaunch.evaluation_metrics import METRICS
 from ortlaunch.other_runs.registry import TRAINING
 from ortlaunch.other_runs.status import Status
 from ortlaunch.run_folder import cause_text
-from ortlaunch.units import aligned, duration, number
+from ortlaunch.units import aligned, duration, number, shortened
 
 _HEAD = ("state", "step", "loss", "metric", "time", "run")
 
@@ -76,5 +76,4 @@ def _reason(status: Status, columns: int) -> str:
     reason = cause_text.verdict(failure) if failure else status.fallback
     if not reason:
         return ""
-    text = f"    {reason}".replace("\n", " ")
-    return text if len(text) <= columns else f"{text[: columns - 4]} ..."
+    return f"    {shortened(reason, columns - 4)}"

@@ -6,9 +6,9 @@ The only module that renders causes; nothing parses its sentences. Standard libr
 from __future__ import annotations
 
 import signal
-import textwrap
 
 from ortlaunch.cause import Cause, Failure
+from ortlaunch.units import shortened
 
 # Prefixes of the lines that a command prints at its end.
 OURS = "ortlaunch: "
@@ -225,7 +225,7 @@ def _filled(template: str, failure: Failure) -> str:
     return template.format(
         place=failure.place,
         # A verdict is one line, whatever a library printed.
-        detail=textwrap.shorten(failure.detail, 400, placeholder=" ..."),
+        detail=shortened(failure.detail, 400),
         at=f", at {failure.raised_at}" if failure.raised_at else "",
         who=failure.who,
         name=_name(failure),

@@ -5,12 +5,12 @@ The text under a field is its manual, as in records.py. Standard library only.
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ortlaunch.run_folder.records import as_json
+from ortlaunch.units import shortened
 
 # Fields written as {} instead of null, so that readers can look keys up without a check.
 EMPTY = ("onnxruntime",)
@@ -99,7 +99,7 @@ class EngineChoice:
     def fallback(self) -> str | None:
         """A line on the engine that replaced the requested one, with its reason; None without one."""
         line = f"asked for {self.asked}, fell back to {self.used}: {self.fallback_reason}"
-        return textwrap.shorten(line, 400, placeholder=" ...") if self.fallback_reason else None
+        return shortened(line, 400) if self.fallback_reason else None
 
 
 @dataclass

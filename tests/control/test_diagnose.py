@@ -24,6 +24,7 @@ from ortlaunch.launch_plan import USUAL_PROCESS
 from ortlaunch.recipe import to_yaml
 from ortlaunch.run_folder.cause_text import OURS, sentence
 from ortlaunch.run_folder.folder import COMPLETE, RunDir, write_json, write_text
+from ortlaunch.units import shortened
 from tests.makers import bert, host, plan, recipe
 
 GiB = 1 << 30
@@ -333,6 +334,18 @@ def test_a_long_verdict_is_cut_at_a_word(tmp_path: Path) -> None:
     found = diagnose(made(tmp_path, detail="ValueError: planted\n" + "words " * 90))
     assert found.verdict.endswith(" words ...")
     assert "planted words" in found.verdict
+    # A word that is longer than the line, as a path, is cut where it must be.
+    assert shortened("/a/" * 9, 12) == "/a//a//a ..."
+
+
+def test_a_long_message_is_printed_once(tmp_path: Path) -> None:
+    """A message of a rank that is longer than a verdict is printed in full, as the verdict."""
+    message = f"cannot run: {'word ' * 120}end"
+    for detail, text in ((f"EngineError: {message}", f"{message}\nTry eager"), (message, message)):
+        run = made(tmp_path / detail[:3], cause="raised", detail=detail)
+        lines = with_verdict(run, End(1, "rank 1 failed", None, f"{text}\n\n")).splitlines()
+        assert lines[: len(text.splitlines())] == f"verdict: {text}".splitlines()
+        assert "\n".join(lines).count("cannot run") == 1
 
 
 def test_a_run_that_goes_on_and_one_that_ended_well(tmp_path: Path) -> None:
