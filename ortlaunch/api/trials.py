@@ -17,6 +17,8 @@ from ortlaunch.api.inputs import LoadedRecipe
 from ortlaunch.api.runs import Run
 from ortlaunch.api.trial_starts import QueuedTrial, Share, queued, start
 from ortlaunch.errors import InputError, OrtlaunchError, RunError
+from ortlaunch.launch.stop import PRUNER
+from ortlaunch.other_runs import requests
 from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.recipe.space import assignments
 from ortlaunch.run_folder import lock
@@ -173,7 +175,7 @@ class Trials:
             self._study.set_attributes(one.number, pruned=len(measured))
             # It may be at its end.
             with contextlib.suppress(InputError):
-                Run(run.path).stop(wait=False)
+                requests.stop(run, wait=False, by=PRUNER)
         if code is None:
             return
         self._running.remove(one)

@@ -65,16 +65,16 @@ def diagnose(run: RunDir) -> Diagnosis:
     found = status.read_status(run)
     exit_status = found.job.exit_status if found.state.is_end else None
     about = evidence.read(
-        run, found.state.value, exit_status, found.job.verdict or "", found.job.failure
+        run, found.state_name, exit_status, found.job.verdict or "", found.job.failure
     )
     failure = cause_of(about)
     return Diagnosis(
         run=str(run),
-        state=found.state.value,
+        state=found.state_name,
         exit_status=exit_status,
         kind=failure.kind.value,
         verdict=verdict(failure),
-        advice=advice_for(failure, about),
+        advice=() if found.is_pruned else advice_for(failure, about),
         evidence=(
             *_evidence(about, failure),
             *([f"  {found.fallback}"] if found.fallback else []),

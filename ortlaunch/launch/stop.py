@@ -16,6 +16,9 @@ from typing import NamedTuple
 
 from ortlaunch.run_folder.folder import write_json
 
+PRUNER = "the pruner of its sweep"
+"""The sender of the request that ends a trial of a sweep."""
+
 
 class Stop(NamedTuple):
     """How the ranks of one run are requested to stop."""

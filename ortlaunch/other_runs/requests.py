@@ -43,8 +43,11 @@ class StopResult(NamedTuple):
         return self.text
 
 
-def stop(run: RunDir, wait: bool = True) -> StopResult:
+def stop(run: RunDir, wait: bool = True, by: str | None = None) -> StopResult:
     """Request a run to save and stop; with `wait`, return after its end.
+
+    Args:
+        by: the sender, as the run's verdict names it; None: `ortlaunch stop` of this user.
 
     Raises:
         InputError: the folder is not a run folder, or the run is queued, saves no checkpoints, or
@@ -55,7 +58,7 @@ def stop(run: RunDir, wait: bool = True) -> StopResult:
         return StopResult(f"nothing to stop: it has ended\n{status}", 0)
     if status.state is JobState.RUNNING:
         _require_training(run, "stop")
-        _write_request(run, status, "stop")
+        _write_request(run, status, "stop", by)
     elif is_queued(status.job):
         saved = (
             f"its last checkpoint is of step {step}"
@@ -135,11 +138,12 @@ def restart(run: RunDir) -> str:
     return f"restarted after step {_newest(run)} on {counted(len(nodes), 'host')}: {hosts}"
 
 
-def _write_request(run: RunDir, status: Status, verb: str) -> None:
+def _write_request(run: RunDir, status: Status, verb: str, by: str | None = None) -> None:
     """Write the request, and send a signal to the run's command if it is on this host."""
     # The signal saves up to half a second, the interval in which rank 0 reads requests.
     path = run.stop_request if verb == "stop" else run.save_request
-    _write(run, path, f"`ortlaunch {verb}` of {getpass.getuser()} on host {socket.gethostname()}")
+    user = f"`ortlaunch {verb}` of {getpass.getuser()} on host {socket.gethostname()}"
+    _write(run, path, by or user)
     _send_signal(status, run, signal.SIGUSR1 if verb == "stop" else signal.SIGUSR2)
 
 

@@ -39,7 +39,7 @@ def _values(status: Status) -> tuple[str, ...]:
     # The process is on another host, so the recorded state may be out of date.
     doubt = "" if status.certain else "?"
     return (
-        status.state.value + doubt,
+        status.state_name + doubt,
         step,
         "-" if loss is None else f"{loss:.4f}",
         _metric(status),

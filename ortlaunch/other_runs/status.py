@@ -14,6 +14,7 @@ from ortlaunch.json_types import Json
 from ortlaunch.launch import JobState, backend
 from ortlaunch.launch.failure import End, explain_silence, first_failure, ranks_that_began
 from ortlaunch.launch.record import JobRecord, now
+from ortlaunch.launch.stop import PRUNER
 from ortlaunch.launch_plan import Plan
 from ortlaunch.launchers import LAUNCHERS
 from ortlaunch.other_runs import queued, registry
@@ -32,6 +33,7 @@ _POLL_SECONDS = 0.5
 _TAIL_BYTES = 1 << 16
 # Lines of the output of a command that wrote no job.json.
 _SAID_LINES = 20
+_PRUNED = f"stopped by {PRUNER}"
 _SHOWN = {
     "loss": "loss {:.4f}",
     "tokens_per_second": "{:,.0f} tokens/s",
@@ -80,6 +82,16 @@ class Status:
         """Return lines for a person: state, ranks, progress, verdict."""
         return "\n".join(line for line in (self._headline(), *self._lines()) if line)
 
+    @property
+    def is_pruned(self) -> bool:
+        """Whether the pruner of its sweep ended this trial."""
+        return _PRUNED in (self.job.verdict or "")
+
+    @property
+    def state_name(self) -> str:
+        """The state for a person: `pruned` for a trial that its sweep ended early."""
+        return "pruned" if self.is_pruned else self.state.value
+
     def _headline(self) -> str:
         took = (
             ""
@@ -92,7 +104,7 @@ class Status:
         where = f"job {self.job.id} of {self.job.backend}" if queued.is_queued(self.job) else where
         purpose = "" if self.purpose == registry.TRAINING else f" ({self.purpose})"
         return (
-            f"{self.run}{purpose}: {self.state.value}{took}{status} "
+            f"{self.run}{purpose}: {self.state_name}{took}{status} "
             f"(started {_time(self.job.started)}{ended}; {where})"
         )
 
@@ -193,6 +205,9 @@ def _read_status(run: RunDir, queue: queued.Queue) -> Status:
     wrong = list[str]()
     certain = recorded.state.is_end or queued.is_queued(recorded) or recorded.process.is_here
     job = _or_fault(wrong, lambda: _found(run, recorded, queue), recorded) if certain else recorded
+    if _PRUNED in (job.verdict or ""):
+        # A sweep does not count what a continued trial reaches.
+        job = replace(job, verdict=(job.verdict or "").partition(f"\n{CONTINUE}")[0])
     plan = _or_fault(wrong, lambda: Plan.read(run.plan) if run.plan.exists() else None, None)
     steps = _or_fault(wrong, lambda: _steps(run), None)
     metrics = _newest_metrics(run, wrong)

@@ -50,7 +50,7 @@ def content(records: Sequence[Record]) -> Json:
     return {
         "records": records,
         "several": len(records) > 1,
-        "failures": [(one, *_failure(one)) for one in records if one.status.job.failure],
+        "failures": [(one, *_failure(one)) for one in records if _has_failed(one)],
         "overview": facts(records, _OVERVIEW),
         "charts": _curves(records),
         "classes": cards(records, _classes),
@@ -79,13 +79,18 @@ def _state(one: Record) -> str:
     )
     # Another host's processes cannot be checked: the state is the last recorded one.
     sure = "" if one.status.certain else " (as recorded last; its host is another)"
-    return f"{one.status.state.value}{code}{took}{sure}"
+    return f"{one.status.state_name}{code}{took}{sure}"
 
 
 def _end(one: Record) -> str | None:
     """Return the text of an end that is neither a success nor a failure with a known cause."""
-    is_known = one.status.job.failure is not None or one.status.state.value == "succeeded"
+    is_known = _has_failed(one) or one.status.state.value == "succeeded"
     return None if is_known else one.status.job.verdict
+
+
+def _has_failed(one: Record) -> bool:
+    # A pruned trial is a result of its sweep: there is nothing to mend, or to continue.
+    return one.status.job.failure is not None and not one.status.is_pruned
 
 
 def _failure(one: Record) -> tuple[str, tuple[str, ...]]:

@@ -11,9 +11,13 @@ from xml.etree import ElementTree
 import pytest
 
 from ortlaunch.cause import Cause, Failure
+from ortlaunch.diagnose.report import diagnose
 from ortlaunch.errors import InputError
 from ortlaunch.launch import JobState
+from ortlaunch.launch.failure import End
 from ortlaunch.launch.record import Attempt, JobRecord
+from ortlaunch.other_runs.runs_table import runs_table
+from ortlaunch.other_runs.status import read_status
 from ortlaunch.recipe import to_yaml
 from ortlaunch.report import report
 from ortlaunch.report.curves import number, thinned, ticks
@@ -123,6 +127,26 @@ def test_a_failed_run_has_its_cause_and_a_remedy_once(tmp_path: Path) -> None:
     assert text.count(detail) == 1
     assert text.index(detail) < text.index("Curves")
     assert "Try: compare the labels" in text
+
+
+def test_a_pruned_trial_is_no_failure(tmp_path: Path) -> None:
+    """A pruned trial is `pruned` everywhere, and nothing advises to continue it."""
+    run = RunDir(made(tmp_path / "0001", steps(3.0)))
+    detail = "stopped by the pruner of its sweep, saved after step 20 of 40"
+    end = End(85, detail, Failure(Cause.STOPPED, detail), stopped=True)
+    ended = JobRecord.of_this_process("local", JobState.RUNNING).at_end(
+        JobState.PREEMPTED, 85, f"{end.text}\nto continue: ortlaunch train x", end.failure
+    )
+    ended.write(run)
+    tree = page(run.path, to=tmp_path / "r.html")
+    assert row(tree, "state")[0].startswith("pruned, exit status 85")
+    assert row(tree, "end") == [f"ortlaunch: {detail}"]
+    assert not [one for one in tree.iter("p") if one.get("class") == "warn"]
+    status = read_status(run)
+    assert runs_table([status], 100).splitlines()[1].startswith("pruned")
+    assert ": pruned " in str(status)
+    said = [str(status), str(diagnose(run)), "".join(tree.itertext())]
+    assert not [text for text in said if "to continue" in text]
 
 
 def test_shares_and_classes(tmp_path: Path) -> None:

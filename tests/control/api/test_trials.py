@@ -168,12 +168,12 @@ def test_a_trial_is_pruned_while_it_runs(planted: Any, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(trials, "start", start)
     monkeypatch.setattr(
-        trials, "Run", lambda path: SimpleNamespace(stop=lambda wait: stopped.append(path.name))
+        trials.requests, "stop", lambda run, wait, by: stopped.append(f"{run.path.name} by {by}")
     )
     train = {"max_steps": 20, "evaluate_every_steps": 5}
     found = sweep({**swept(pruner="asha"), "train": train})
     assert [one.state for one in found.trials()] == ["complete", "pruned", "pruned"]
-    assert stopped == ["0001", "0002"]
+    assert stopped == [f"{name} by the pruner of its sweep" for name in ("0001", "0002")]
     assert [one.number for one in found.best()] == [0]
 
 
