@@ -18,7 +18,7 @@ from ortlaunch.run_folder.folder import json_text, write_text
 from ortlaunch.run_folder.lock import RunLock
 from ortlaunch.search.folder import SweepDir
 from ortlaunch.search.parallel import picture
-from ortlaunch.search.study import Study, Trial
+from ortlaunch.search.study import Study, Trial, tie
 from ortlaunch.units import aligned
 
 # Fields that may change when a sweep is continued.
@@ -93,12 +93,10 @@ class Sweep:
         """Return a table of the trials and lines on the best, for a person."""
         trials = self.trials()
         lines = aligned([("trial", "state", "steps", "result"), *map(_row, trials)])
-        study = Study(self._folder, self._recipe)
         for one in self.best():
             lines.append(f"best: trial {one.number}; its recipe: {self.recipe(one.number)}")
-            if others := study.equally_good(one):
-                names = ", ".join(map(str, others))
-                lines.append(f"  trial {names} has exactly the same result: the sweep cannot tell")
+            if note := tie(one, trials):
+                lines.append(f"  {note}")
         return "\n".join(lines)
 
 

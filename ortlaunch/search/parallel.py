@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ortlaunch.recipe.fields.sweep import Parameter, Search
-from ortlaunch.search.study import Trial, shown
+from ortlaunch.search.study import Trial, shown, tie
 
 # Pixels of the picture and of its axes; text is beside and below them.
 _WIDTH = 900
@@ -32,6 +32,8 @@ class TrialLine(NamedTuple):
     points: list[tuple[float, float]]
     is_best: bool
     text: str
+    tie: str = ""
+    """Which trials have the best one's result, too."""
 
 
 class Picture(NamedTuple):
@@ -41,6 +43,9 @@ class Picture(NamedTuple):
     lines: list[TrialLine]
     importances: list[tuple[str, float]]
     metric: str
+    head: tuple[str, ...]
+    rows: Sequence[tuple[object, ...]]
+    """The table of all trials."""
     width: int = _WIDTH
     top: int = _TOP
     bottom: int = _BOTTOM
@@ -69,7 +74,8 @@ def picture(
     for name in metrics:
         values = [one.values[name] for one in complete]
         ends = (min(values, default=0.0), max(values, default=0.0))
-        axes.append(Axis(xs[name], name, [(_y(0), f"{ends[0]:.4g}"), (_y(1), f"{ends[1]:.4g}")]))
+        labels = dict(zip(ends, (_y(0), _y(1))))
+        axes.append(Axis(xs[name], name, [(y, f"{value:.4g}") for value, y in labels.items()]))
         heights[name] = {one.number: _y(_share(one.values[name], *ends)) for one in complete}
     numbers = {one.number for one in best}
     lines = [
@@ -78,12 +84,25 @@ def picture(
             + [(xs[name], heights[name][one.number]) for name in metrics],
             one.number in numbers,
             f"trial {one.number}: {one.line()}",
+            tie(one, complete),
         )
         for one in complete
     ]
     # The best lines are drawn last, above the others.
     lines.sort(key=lambda line: line.is_best)
-    return Picture(axes, lines, [*importances.items()], metrics[0])
+    rows = [
+        (
+            # As the page names its run.
+            f"{one.number:04d}",
+            one.state,
+            one.steps,
+            *map(one.values.get, metrics),
+            *(shown(one.fields[name]) if name in one.fields else None for name in search.space),
+        )
+        for one in trials
+    ]
+    head = ("trial", "state", "steps", *metrics, *search.space)
+    return Picture(axes, lines, [*importances.items()], metrics[0], head, rows)
 
 
 def _height(parameter: Parameter, value: object) -> float:

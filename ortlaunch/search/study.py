@@ -58,6 +58,17 @@ def shown(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else json.dumps(value)
 
 
+def tie(best: Trial, trials: Sequence[Trial]) -> str:
+    """Return a sentence on other complete trials with exactly the best one's values; "" if none."""
+    same = [
+        str(one.number)
+        for one in trials
+        if one.state == "complete" and one.values == best.values and one.number != best.number
+    ]
+    names = ", ".join(same)
+    return f"trial {names} has exactly the same result: the sweep cannot tell" if same else ""
+
+
 class Study:
     """The study of one sweep."""
 
@@ -94,14 +105,6 @@ class Study:
         found = sorted(map(self._record, self._study.best_trials))
         trained = [one for one in found if not one.repeats]
         return trained if len(self.sweep.metrics) > 1 else trained[:1]
-
-    def equally_good(self, best: Trial) -> list[int]:
-        """Return the numbers of other complete trials with exactly the best trial's values."""
-        return [
-            one.number
-            for one in self.trials()
-            if one.state == "complete" and one.values == best.values and one.number != best.number
-        ]
 
     def importances(self) -> dict[str, float]:
         """Return the share of each field in the first metric's variance, the largest first.

@@ -258,11 +258,17 @@ def test_a_sweep(tmp_path: Path) -> None:
         TrialLine([(70.0, 20.0)], False, "trial 1: loss 2"),
         TrialLine([(70.0, 200.0)], True, "trial 0: loss 1"),
     ]
-    drawn = Picture([axis], lines, [("optimizer.learning_rate", 1.0)], "loss")
+    head = ("trial", "state", "steps", "loss")
+    table = [("0000", "complete", 10, 1.0), ("0001", "pruned", 5, None)]
+    drawn = Picture([axis], lines, [("optimizer.learning_rate", 1.0)], "loss", head, table)
     text = report(runs, tmp_path / "r.html", "now", drawn).read_text()
     assert f"<h1>{recipe().name}: sweep of 2 trials</h1>" in text
     assert "Thick line, the best: trial 0: loss 1<" in text
     assert text.count('class="curve best"') == 1
+    assert row(ElementTree.fromstring(text), "0001") == ["pruned", "5", "-"]
+    lines[1] = lines[1]._replace(tie="trial 1 has exactly the same result")
+    tied = report(runs, tmp_path / "r.html", "now", drawn).read_text()
+    assert "Thick line: trial 0: loss 1; trial 1 has exactly the same result<" in tied
     # Long names of fields are two lines, so that those of neighbouring axes do not overlap.
     assert ">optimizer</text>" in text
     assert ">learning_rate</text>" in text

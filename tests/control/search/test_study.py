@@ -14,7 +14,7 @@ from ortlaunch.run_folder.folder import write_text
 from ortlaunch.search import study as studies
 from ortlaunch.search.folder import SweepDir
 from ortlaunch.search.parallel import picture
-from ortlaunch.search.study import Study, Trial
+from ortlaunch.search.study import Study, Trial, tie
 from tests.makers import recipe
 
 pytest.importorskip("optuna")
@@ -152,7 +152,8 @@ def test_equal_results_are_a_tie(tmp_path: Path) -> None:
     for _ in range(6):
         study.end(study.draw(), "complete", [0.143791])
     (best,) = study.best()
-    assert study.equally_good(best) == [1, 2, 3, 4, 5]
+    made = picture(study.sweep, study.trials(), [best], {})
+    assert [line.tie for line in made.lines if line.is_best] == [tie(best, study.trials())]
     assert study.importances() == {}
     write_text(folder.run.recipe, to_yaml(swept(sampler="random")))
     text = str(Sweep(tmp_path))
