@@ -155,14 +155,20 @@ def verdict(rows: Sequence[Json]) -> list[str]:
     if best is None:
         return ["fastest: none passed parity"]
     others = [row for row in rows if row["state"] == MEASURED and row is not best]
-    lines = [f"fastest: {best['name']}{''.join(f', {times(best, row)}' for row in others)}"]
     able = [row for row in others if passes(row)]
     fast, start = best["seconds"], best["first_step"]["since_launch"]
-    near = [row["name"] for row in able if fast["quartile_3"] >= row["seconds"]["quartile_1"]]
+    near = [row for row in able if fast["quartile_3"] >= row["seconds"]["quartile_1"]]
+    names = [best["name"], *(row["name"] for row in near)]
+    ratios = "".join(f", {times(best, row)}" for row in others if row not in near)
+    lines = [f"fastest: {' or '.join(names)}{ratios}"]
     if near:
-        names = " and ".join([best["name"], *near])
-        lines.append(f"{names} cannot be told apart: the middle halves of their steps overlap")
+        lines.append(
+            f"{' and '.join(names)} cannot be told apart: the middle halves of their steps overlap"
+        )
     for row in able:
+        # Without a difference there is no step from which one is ahead.
+        if row in near:
+            continue
         later = start - row["first_step"]["since_launch"]
         gain = row["seconds"]["median"] - fast["median"]
         if later > 1 and gain > 0:
