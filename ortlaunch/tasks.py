@@ -9,7 +9,7 @@ import json
 import subprocess
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ortlaunch import start
 from ortlaunch.errors import RunError
@@ -41,13 +41,17 @@ class PushRequest(NamedTuple):
     """Folder of the export."""
 
 
+CheckpointStep = int | Literal["best"] | None
+"""A checkpoint of a run: its step, `best` for that of keep_best, None for the newest."""
+
+
 class GenerationRequest(NamedTuple):
     """A request to continue a prompt."""
 
     model: str
     """Folder of a run, or of a model."""
     prompt: str
-    step: int | None
+    step: CheckpointStep
     """Step of the run's checkpoint; None for a model's folder."""
     tokens: int
     """Largest number of new tokens."""

@@ -9,10 +9,15 @@ from ortlaunch.commands.export import chosen_step
 from ortlaunch.json_types import Json
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.run_folder.folder import RunDir, read_json
+from ortlaunch.tasks import CheckpointStep
 
 
 def evaluate(
-    run: RunDir, words: tuple[str, ...], step: int | None, options: LaunchOptions, progress: bool
+    run: RunDir,
+    words: tuple[str, ...],
+    step: CheckpointStep,
+    options: LaunchOptions,
+    progress: bool,
 ) -> Json:
     """Measure a checkpoint; arguments, result and errors are those of `Run.evaluate`."""
     chosen = chosen_step(run, step)

@@ -19,6 +19,7 @@ from ortlaunch.resolve.resume import ResumeOptions
 from ortlaunch.run import preview
 from ortlaunch.run.preparation import run_folder
 from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.tasks import CheckpointStep
 
 
 def train(
@@ -53,7 +54,9 @@ def train(
     return 0
 
 
-def evaluate(run: Path, step: int | None, overrides: Sequence[str], options: LaunchOptions) -> int:
+def evaluate(
+    run: Path, step: CheckpointStep, overrides: Sequence[str], options: LaunchOptions
+) -> int:
     """Measure a checkpoint, and return the exit status."""
     from ortlaunch.commands import evaluate as evaluations
 
@@ -61,7 +64,7 @@ def evaluate(run: Path, step: int | None, overrides: Sequence[str], options: Lau
 
 
 def evaluation_command(
-    run: Path, step: int | None, overrides: Sequence[str], options: LaunchOptions
+    run: Path, step: CheckpointStep, overrides: Sequence[str], options: LaunchOptions
 ) -> str:
     """Return the command that would measure a checkpoint."""
     from ortlaunch.commands import evaluate as evaluations

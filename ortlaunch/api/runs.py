@@ -6,7 +6,7 @@ import html
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from ortlaunch.api.inputs import assignments_of
 from ortlaunch.api.waiting import wait
@@ -136,7 +136,7 @@ class Run:
     def evaluate(
         self,
         *assignments: str,
-        step: int | None = None,
+        step: int | Literal["best"] | None = None,
         options: LaunchOptions | None = None,
         progress: bool = False,
         **overrides: object,
@@ -145,7 +145,7 @@ class Run:
 
         Args:
             assignments, overrides: changes of the recipe, as in `load`.
-            step: which checkpoint; None: the newest.
+            step: which checkpoint; best: that of checkpoint.keep_best; None: the newest.
             options: launcher, hosts and ranks.
             progress: whether to show a bar of tqdm.
 
@@ -164,7 +164,7 @@ class Run:
     def export(
         self,
         format: str = "huggingface",
-        step: int | None = None,
+        step: int | Literal["best"] | None = None,
         to: str | os.PathLike[str] | None = None,
         push: str | None = None,
         lora: str | None = None,
@@ -174,7 +174,7 @@ class Run:
 
         Args:
             format: `huggingface`, `onnx` or `ondevice`.
-            step: which checkpoint; None: the newest.
+            step: which checkpoint; best: that of checkpoint.keep_best; None: the newest.
             to: a new folder; None: `exports/step_N` of the run folder.
             push: the repository `OWNER/NAME` to upload to.
             lora: `merged` or `alone`; None: as `model.lora.merge` sets it.
@@ -192,7 +192,7 @@ class Run:
     def generate(
         self,
         prompt: str,
-        step: int | None = None,
+        step: int | Literal["best"] | None = None,
         tokens: int = 50,
         temperature: float = 0.0,
         seed: int = 0,
@@ -202,7 +202,7 @@ class Run:
 
         Args:
             prompt: the text to continue.
-            step: which checkpoint; None: the newest, or its export.
+            step: which checkpoint; best: that of checkpoint.keep_best; None: the newest, or its export.
             tokens: the largest number of new tokens.
             temperature: 0: the most probable token each time.
             seed: seeds the draws.

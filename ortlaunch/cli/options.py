@@ -30,6 +30,25 @@ RecipePath = Annotated[
         autocompletion=shipped_recipes,
     ),
 ]
+
+
+def _checkpoint_step(text: str) -> int | str:
+    if text != "best" and not (text.isdecimal() and int(text)):
+        raise typer.BadParameter(f"got {text!r}; a step from 1 on, or best")
+    return text if text == "best" else int(text)
+
+
+CheckpointStepOption = Annotated[
+    # Typer knows no unions.
+    Any,
+    typer.Option(
+        "--step",
+        metavar="STEP|best",
+        parser=_checkpoint_step,
+        help="Step of the checkpoint; best: that of checkpoint.keep_best; the newest by default.",
+        show_default=False,
+    ),
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from ortlaunch.commands.export import chosen_step
+from ortlaunch.commands.export import chosen_step, note_on_best
 from ortlaunch.errors import InputError
 from ortlaunch.launch_plan import Plan
 from ortlaunch.planning.world import LaunchOptions
@@ -15,10 +15,11 @@ from ortlaunch.resolve.resume import ResumeOptions
 from ortlaunch.run import control
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.run_folder.held import held
+from ortlaunch.tasks import CheckpointStep
 
 
 def evaluate(
-    run: RunDir, step: int | None, overrides: tuple[str, ...], options: LaunchOptions
+    run: RunDir, step: CheckpointStep, overrides: tuple[str, ...], options: LaunchOptions
 ) -> int:
     """Run the evaluation to its end and return its exit status.
 
@@ -27,6 +28,8 @@ def evaluate(
     """
     # Training may still run, so hold the checkpoint: it must not be deleted during the evaluation.
     with held(run, lambda: chosen_step(run, step)) as chosen:
+        if step is None and (note := note_on_best(run, chosen)):
+            print(note, flush=True)
         resume = ResumeOptions(str(run.checkpoint(chosen)))
         return control.train(
             _resolved(run, overrides, options), run.evaluation_of(chosen).path, resume
@@ -34,7 +37,7 @@ def evaluate(
 
 
 def dry_run(
-    run: RunDir, step: int | None, overrides: tuple[str, ...], options: LaunchOptions
+    run: RunDir, step: CheckpointStep, overrides: tuple[str, ...], options: LaunchOptions
 ) -> str:
     """Return the request that would be sent to the launcher."""
     folder = run.evaluation_of(chosen_step(run, step))

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from ortlaunch import tasks
 from ortlaunch.errors import InputError
-from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.run_folder.folder import RunDir, read_json
 from ortlaunch.run_folder.held import held
 from ortlaunch.run_folder.lines import json_lines
-from ortlaunch.tasks import ExportRequest, PushRequest
+from ortlaunch.tasks import CheckpointStep, ExportRequest, PushRequest
 
 # Values of --format and of --lora.
 FORMATS = ("huggingface", "onnx", "ondevice")
@@ -21,7 +21,7 @@ LORA = ("merged", "alone")
 class ExportOptions(NamedTuple):
     """The options of `ortlaunch export`, with its defaults; None: the option is not given."""
 
-    step: int | None = None
+    step: CheckpointStep = None
     to: Path | None = None
     form: str = "huggingface"
     push: str | None = None
@@ -49,6 +49,8 @@ def export(run: RunDir, options: ExportOptions, shown: Collection[str] = ()) -> 
         )
     # If the training still runs, it must not delete the checkpoint during the export.
     with held(run, lambda: chosen_step(run, step)) as chosen:
+        if step is None and shown and (note := note_on_best(run, chosen)):
+            print(note, flush=True)
         return _export(run, options, chosen, shown)
 
 
@@ -80,7 +82,21 @@ def _is_written(run: RunDir, step: int, folder: Path, form: str) -> bool:
     ]
 
 
-def chosen_step(run: RunDir, step: int | None) -> int:
+def best_step(run: RunDir) -> int | None:
+    """Return the step of the best checkpoint that is kept; None before the end of a training."""
+    best = read_json(run.summary).get("best") if run.summary.exists() else None
+    return best["step"] if best and best["step"] in dict(run.complete_checkpoints()) else None
+
+
+def note_on_best(run: RunDir, step: int) -> str | None:
+    """Return a line if another checkpoint than that of the newest step is the best one."""
+    best = best_step(run)
+    if best in (None, step):
+        return None
+    return f"step {step} is the newest checkpoint; the best is of step {best}: --step best"
+
+
+def chosen_step(run: RunDir, step: CheckpointStep) -> int:
     """Return the step of the requested checkpoint, or of the newest.
 
     Raises:
@@ -91,6 +107,14 @@ def chosen_step(run: RunDir, step: int | None) -> int:
     steps = [found for found, _ in run.complete_checkpoints()]
     if not steps:
         raise InputError(f"{run.checkpoints} has no complete checkpoint")
+    if step == "best":
+        step = best_step(run)
+        if step is None:
+            raise InputError(
+                f"--step best: {run.summary} names no best checkpoint: checkpoint.keep_best is not "
+                f"set, or the training has not ended; {run.checkpoints} has steps "
+                f"{', '.join(map(str, steps))}"
+            )
     if step is not None and step not in steps:
         raise InputError(
             f"--step: {run.checkpoints} has no complete checkpoint of step {step}; "

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from ortlaunch import tasks
-from ortlaunch.commands.export import chosen_step
+from ortlaunch.commands.export import chosen_step, note_on_best
 from ortlaunch.errors import InputError
 from ortlaunch.recipe import Recipe, read_resolved
 from ortlaunch.recipe.fields.data import uses_template
@@ -44,6 +44,8 @@ def generate(request: GenerationRequest, progress: bool = False) -> str:
         if progress:
             place = model if step is None else RunDir(model).checkpoint(step)
             print(f"model: {place}", file=sys.stderr, flush=True)
+            if request.step is None and step is not None and (note := note_on_best(run, step)):
+                print(note, file=sys.stderr, flush=True)
         chats = False if request.raw else chats
         chosen = request._replace(model=str(model), step=step, chats=chats)
         text = tasks.answer_of(chosen, ("stderr",) if progress else ())
@@ -68,12 +70,19 @@ def _source(request: GenerationRequest) -> tuple[Path, int | None, bool | None]:
     if recipe.model.traits.predicts != "next":
         raise InputError(f"{run} trains task {recipe.model.task}; only causal-lm generates text")
     step = chosen_step(run, request.step)
-    # The run's own export is that of its last step; other steps have checkpoints only.
-    exported = run.summary.exists() and read_json(run.summary)["steps"] == step
+    # The run's own export is that of one step; others have checkpoints only.
+    is_exported = _exported_step(run) == step and request.step in (None, "best")
     # An export of adapters alone has no config.json.
-    if request.step is None and exported and (run.export / "config.json").exists():
+    if is_exported and (run.export / "config.json").exists():
         return run.export, None, learned_chats(recipe)
     return folder, step, learned_chats(recipe)
+
+
+def _exported_step(run: RunDir) -> int | None:
+    """Return the step of export/; None before the end of a training."""
+    summary = read_json(run.summary) if run.summary.exists() else {}
+    best = summary.get("best") or {}
+    return best["step"] if best.get("exported") else summary.get("steps")
 
 
 def learned_chats(recipe: Recipe) -> bool:

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ortlaunch.cli.options import DryRun, Overrides, with_launch_options
+from ortlaunch.cli.options import CheckpointStepOption, DryRun, Overrides, with_launch_options
 from ortlaunch.cli.runs.status import by_name
 from ortlaunch.errors import InputError
 from ortlaunch.output import go_on_unread
@@ -24,10 +24,7 @@ def evaluate(
         ),
     ],
     overrides: Overrides = None,
-    step: Annotated[
-        int | None,
-        typer.Option("--step", min=1, help="Step of the checkpoint; the newest by default."),
-    ] = None,
+    step: CheckpointStepOption = None,
     recipe: Annotated[
         Path | None,
         typer.Option(

@@ -5,16 +5,13 @@ from typing import Annotated
 
 import typer
 
-from ortlaunch.cli.options import failed_process
+from ortlaunch.cli.options import CheckpointStepOption, failed_process
 from ortlaunch.cli.runs.status import RunFolder
 
 
 def export(
     run: RunFolder,
-    step: Annotated[
-        int | None,
-        typer.Option("--step", min=1, help="Step of the checkpoint; the newest by default."),
-    ] = None,
+    step: CheckpointStepOption = None,
     to: Annotated[
         Path | None, typer.Option("--to", help="A new folder; RUN/exports/step_N by default.")
     ] = None,

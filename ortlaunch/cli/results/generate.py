@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from ortlaunch.cli.options import failed_process
+from ortlaunch.cli.options import CheckpointStepOption, failed_process
 from ortlaunch.cli.runs.status import by_name
 
 
@@ -22,12 +22,7 @@ def generate(
     prompt: Annotated[
         str, typer.Argument(metavar="PROMPT", help="Text to continue.", show_default=False)
     ],
-    step: Annotated[
-        int | None,
-        typer.Option(
-            "--step", min=1, help="Step of the checkpoint; the newest or its export by default."
-        ),
-    ] = None,
+    step: CheckpointStepOption = None,
     tokens: Annotated[
         int, typer.Option("--max-new-tokens", min=1, help="Maximum number of new tokens.")
     ] = 50,

@@ -20,6 +20,8 @@ _ANSWER = "ortlaunch"
 
 def run(request: GenerationRequest) -> None:
     """Print the generated text."""
+    # The command has replaced it by the step.
+    assert request.step != "best"
     print(text(*_model(request.model, request.step), request))
 
 

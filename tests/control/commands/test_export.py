@@ -11,7 +11,7 @@ from ortlaunch import tasks
 from ortlaunch.commands import export as exports
 from ortlaunch.commands.export import ExportOptions
 from ortlaunch.errors import InputError
-from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.run_folder.folder import RunDir, write_json
 
 
 @pytest.fixture
@@ -56,6 +56,25 @@ def test_adapters_as_nobody_knows(run: RunDir) -> None:
         exports.export(run, ExportOptions(form="ondevice", push="me/mine"))
     with pytest.raises(InputError, match="--lora: got 'apart'; one of merged, alone"):
         exports.export(run, ExportOptions(lora="apart"))
+
+
+def test_the_best_checkpoint(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--step best` takes the checkpoint of keep_best; without it a line names that checkpoint."""
+    with pytest.raises(InputError, match=r"--step best: .* is not set, or the training has not en"):
+        exports.chosen_step(run, "best")
+    write_json(run.summary, {"steps": 20, "best": {"step": 10}})
+    assert exports.chosen_step(run, "best") == 10
+    monkeypatch.setattr(tasks, "answer_of", lambda request, shown: None)
+    exports.export(run, ExportOptions(), ("stdout",))
+    note = "step 20 is the newest checkpoint; the best is of step 10: --step best\n"
+    assert capsys.readouterr().out == note
+    exports.export(run, ExportOptions(step=20), ("stdout",))
+    # It may be deleted by hand.
+    (run.checkpoint(10) / "COMPLETE").unlink()
+    exports.export(run, ExportOptions(), ("stdout",))
+    assert capsys.readouterr().out == ""
 
 
 def test_no_run_and_no_checkpoint(run: RunDir, tmp_path: Path) -> None:

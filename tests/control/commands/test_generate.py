@@ -32,7 +32,7 @@ def run_of(folder: Path, task: str) -> RunDir:
     return found
 
 
-def asked(model: Path, step: int | None = None) -> GenerationRequest:
+def asked(model: Path, step: Any = None) -> GenerationRequest:
     return GenerationRequest(str(model), "The", step, 5, 0.0, 0, False)
 
 
@@ -44,11 +44,14 @@ def asked(model: Path, step: int | None = None) -> GenerationRequest:
         (None, 10, ("run", 20)),
         (10, 20, ("run", 10)),
         (None, None, ("run", 20)),
+        # keep_best.export: the training has 20 steps, and its export is of step 10.
+        (None, -10, ("run", 20)),
+        ("best", -10, ("run/export", None)),
     ],
-    ids=["export", "export of another step", "asked for", "not finished"],
+    ids=["export", "export of another step", "asked for", "not finished", "best", "--step best"],
 )
 def test_which_model(
-    step: int | None,
+    step: Any,
     finished: int | None,
     taken: Any,
     tmp_path: Path,
@@ -58,7 +61,8 @@ def test_which_model(
     run = run_of(tmp_path / "run", "causal-lm")
     started = list[Any]()
     if finished:
-        write_json(run.summary, {"steps": finished})
+        best = {"best": {"step": 10, "exported": True}} if finished < 0 else {}
+        write_json(run.summary, {"steps": finished if finished > 0 else 20, **best})
         write_json(run.export / "config.json", {})
 
     monkeypatch.setattr(tasks, "answer_of", lambda request, _: started.append(request) or "The\n")
