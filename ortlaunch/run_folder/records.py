@@ -141,7 +141,7 @@ class BestEvaluation:
     step: int
     """Optimizer step of the checkpoint."""
     exported: bool
-    """Whether export/ has this checkpoint instead of the last step."""
+    """Whether export/ has this checkpoint: by `export` of keep_best, or as the last step."""
 
 
 @dataclass

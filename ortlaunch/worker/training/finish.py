@@ -48,7 +48,7 @@ def finish(session: Session, step: int, memory: best.Memory) -> None:
     group = session.group
     engine = session.engine
     lines = []
-    kept = _take_best(session, memory)
+    kept = _take_best(session, step, memory)
     if engine.memory is not None:
         # Recorded before the export, because the export's own memory use must not count.
         used = engine.memory.record(session.plan, group)
@@ -112,7 +112,7 @@ def _export(session: Session) -> None:
     )
 
 
-def _take_best(session: Session, memory: best.Memory) -> BestEvaluation | None:
+def _take_best(session: Session, step: int, memory: best.Memory) -> BestEvaluation | None:
     """Return the best evaluation if `keep_best` is set. With its `export`, load those weights."""
     asked = session.recipe.checkpoint.keep_best
     found = memory.get(KEEP)
@@ -125,7 +125,8 @@ def _take_best(session: Session, memory: best.Memory) -> BestEvaluation | None:
                 f"{folder}, the best checkpoint, needed for the export, is damaged: {wrong}"
             )
         load(folder, session.engine.stepper.named_state(), session.group)
-    return BestEvaluation(found["metric"], found["value"], found["step"], asked.export)
+    is_exported = asked.export or found["step"] == step
+    return BestEvaluation(found["metric"], found["value"], found["step"], is_exported)
 
 
 def _not_judged(recipe: Recipe, run: RunDir, memory: best.Memory) -> str:

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from ortlaunch.run_folder.records import BestEvaluation
 from ortlaunch.worker.checkpoint.restore import load_weights
 from ortlaunch.worker.model.model import LossModule
 from ortlaunch.worker.tasks import train as training
 from ortlaunch.worker.training import best
-from ortlaunch.worker.training.finish import finish
+from ortlaunch.worker.training.finish import _take_best, finish
 from tests.makers import recipe
 from tests.training import Trained, train_here
 from tests.worker.tasks.test_train import ROWS, Line
@@ -94,6 +95,17 @@ def test_a_resumed_run_remembers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         "train": {**STEPS, "max_steps": 10},
     }
     assert kept(trained(tmp_path / "one", [0] * 8 + [0.5, 0.4], monkeypatch, **most)) == [9, 10]
+
+
+def test_the_last_checkpoint_as_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the last step is the best, export/ has the best checkpoint without a request."""
+    sessions: list[Any] = []
+    monkeypatch.setattr(
+        training, "_resume", lambda s, old=training._resume: sessions.append(s) or old(s)
+    )
+    found = trained(tmp_path / "run", [8, 7, 6, 5, 4, 3, 2, 1], monkeypatch)
+    kept_best = _take_best(sessions[-1], found.state.step, found.state.best)
+    assert kept_best == BestEvaluation("loss", 1, 8, exported=True)
 
 
 def test_the_export_is_of_the_best_where_that_is_asked_for(
