@@ -77,7 +77,9 @@ def diagnose(run: RunDir) -> Diagnosis:
         advice=() if found.is_pruned else advice_for(failure, about),
         evidence=(
             *_evidence(about, failure),
-            *([f"  {found.fallback}"] if found.fallback else []),
+            *filter(
+                None, (f"  {line}" if line else "" for line in (found.fallback, found.best_line))
+            ),
         ),
     )
 

@@ -63,17 +63,21 @@ def _folder(status: Status, columns: int) -> str:
     here = Path(os.path.realpath(os.curdir))
     parts = (path.relative_to(here) if here in path.parents else path).parts
     text = str(Path(*parts))
-    while len(text) + len(mark) > columns and len(parts) > 1:
+    # `step_N` of an evaluation needs the name of its run.
+    least = 3 if parts[-2:-1] == ("evaluations",) else 1
+    while len(text) + len(mark) > columns and len(parts) > least:
         parts = parts[1:]
         text = str(Path("...", *parts))
+    if len(parts) == least == 3:
+        text = str(Path(parts[0], parts[2]))
     # The name alone stands for a training.
     return (path.name if len(parts) == 1 else text) + mark
 
 
 def _reason(status: Status, columns: int) -> str:
-    """Return an indented line with the cause of a failure, else of a fallback; "" if none."""
+    """Return an indented line with the cause of a failure, else of a fallback or on the best step."""
     failure = status.job.failure if status.state.is_end else None
-    reason = cause_text.verdict(failure) if failure else status.fallback
+    reason = cause_text.verdict(failure) if failure else status.fallback or status.best_line
     if not reason:
         return ""
     return f"    {shortened(reason, columns - 4)}"

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
+from pathlib import Path
 from typing import TypeVar
 
 from ortlaunch.errors import DamagedFile, InputError, LaunchError, MissingDependency
@@ -72,6 +73,9 @@ class Status:
     unreadable: tuple[str, ...] = ()
     # Why another engine than the requested one runs, as a sentence.
     fallback: str | None = None
+    # Of a training that succeeded, as in summary.json.
+    best: Json | None = None
+    stopped_early: Json | None = None
 
     def to_json(self) -> str:
         """Return the status as one JSON object."""
@@ -91,6 +95,21 @@ class Status:
     def state_name(self) -> str:
         """The state for a person: `pruned` for a trial that its sweep ended early."""
         return "pruned" if self.is_pruned else self.state.value
+
+    @property
+    def best_line(self) -> str:
+        """A line on an early stop and on the best checkpoint; "" without them."""
+        best = self.stopped_early or self.best or {}
+        value = number(best.get("value"))
+        early = (
+            f"stopped early after step {self.step} of {self.steps}" if self.stopped_early else ""
+        )
+        metric = (
+            f"best {best['metric']} {value:.6g} after step {best['step']}"
+            if value is not None
+            else ""
+        )
+        return ": ".join(filter(None, (early, metric)))
 
     def _headline(self) -> str:
         took = (
@@ -119,6 +138,7 @@ class Status:
             yield "its ranks have not started: the command still measures or prepares"
         elif not pending or self.step is not None:
             yield self._progress()
+        yield self.best_line
         for pid, name in self.stopped.items():
             yield f"process {pid} ({name}) is stopped, and the run waits for it: kill -CONT {pid}"
         if self.alive:
@@ -214,6 +234,15 @@ def _read_status(run: RunDir, queue: queued.Queue) -> Status:
     fallback = _or_fault(wrong, lambda: _fallback(run), None)
     started = datetime.fromisoformat(job.started).timestamp()
     logged = run.metrics.stat().st_mtime if metrics else 0.0
+    summary: Json = {}
+    measured: Json = {}
+    if job.state is JobState.SUCCEEDED:
+        summary = _or_fault(wrong, lambda: _json_or_empty(run.summary), summary)
+        measured = _or_fault(wrong, lambda: _json_or_empty(run.evaluation), measured)
+    # `evaluate` writes no metrics.jsonl.
+    metrics |= {
+        name if name == "step" else f"evaluation_{name}": value for name, value in measured.items()
+    }
     return Status(
         run=str(run),
         purpose=registry.purpose(run),
@@ -233,6 +262,8 @@ def _read_status(run: RunDir, queue: queued.Queue) -> Status:
         stopped=_stopped(job) if certain else {},
         unreadable=tuple(wrong),
         fallback=fallback,
+        best=summary.get("best"),
+        stopped_early=summary.get("stopped_early"),
     )
 
 
@@ -240,6 +271,10 @@ def _fallback(run: RunDir) -> str | None:
     """Return the sentence on the engine that replaced the requested one; None if none did."""
     found = read_json(run.engine) if run.engine.exists() else {}
     return EngineChoice(**found["engine"]).fallback if "engine" in found else None
+
+
+def _json_or_empty(path: Path) -> Json:
+    return read_json(path) if path.exists() else {}
 
 
 def _or_fault(wrong: list[str], read: Callable[[], _T], otherwise: _T) -> _T:

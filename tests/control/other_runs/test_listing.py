@@ -208,9 +208,27 @@ def test_the_table_of_runs(two: tuple[Run, Run], tmp_path: Path) -> None:
     assert reason.startswith("    rank 0 on host h raised ValueError: long")
     assert reason.endswith(" ...")
     assert max(map(len, lines)) <= 60
-    started(tmp_path / "runs" / "good" / "evaluations" / "step_00000003", "parity")
-    assert (
-        runs_table(statuses(None), 90)
-        .splitlines()[1]
-        .endswith(" .../evaluations/step_00000003 (parity)")
-    )
+    measured = started(good.path / "evaluations" / "step_00000003", "evaluate")
+    write_json(measured.evaluation, {"step": 3, "loss": 0.2, "classification_accuracy": 0.5})
+    line = runs_table(statuses(None), 90).splitlines()[1]
+    # The name of its run is needed, and an evaluation has a metric.
+    assert line.endswith(" good/step_00000003 (evaluate)")
+    assert line.split()[1:5] == ["3/3", "-", "accuracy", "50.00%"]
+
+
+def test_an_early_stop(two: tuple[Run, Run], tmp_path: Path) -> None:
+    """list, status and diagnose have the early stop of a training and its best step."""
+    run = started(tmp_path / "runs" / "early")
+    run.metrics.write_text('{"step": 2, "loss": 0.5}\n')
+    best = {"metric": "f1_macro", "value": 0.5819, "step": 1}
+    write_json(run.summary, {"best": best})
+    line = "best f1_macro 0.5819 after step 1"
+    assert runs_table(statuses(None), 90).splitlines()[2] == f"    {line}"
+    write_json(run.summary, {"best": best, "stopped_early": best})
+    text = f"stopped early after step 2 of 3: {line}"
+    assert f"\n{text}\n" in str(read_status(run))
+    assert runs_table(statuses(None), 90).splitlines()[2] == f"    {text}"
+    assert str(diagnose(run)).endswith(text)
+    # No evaluation had a finite value.
+    write_json(run.summary, {"stopped_early": {**best, "value": None, "step": None}})
+    assert read_status(run).best_line == "stopped early after step 2 of 3"
