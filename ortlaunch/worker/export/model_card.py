@@ -150,7 +150,8 @@ def _engine(engine: Json) -> Iterator[str]:
     yield f"- engine: {chosen['used']}" + (
         f" (asked: {chosen['asked']})" if chosen["asked"] != chosen["used"] else ""
     )
-    if engine.get("onnxruntime"):
+    # ONNX Runtime counts the passes of its own module, of which a run that fell back has none.
+    if engine.get("onnxruntime") and not chosen.get("fallback_reason"):
         yield (
             "- forward and backward passes that fell back to PyTorch: "
             f"{engine['onnxruntime']['fallbacks']}"

@@ -14,6 +14,7 @@ from huggingface_hub import ModelCard, constants
 from ortlaunch.commands.export import ExportOptions, export
 from ortlaunch.errors import InputError, LaunchError, OrtlaunchError, RunError
 from ortlaunch.recipe import to_yaml
+from ortlaunch.run_folder.engine_report import EngineChoice
 from ortlaunch.run_folder.folder import RunDir, write_json, write_text
 from ortlaunch.worker.export.export import huggingface
 from ortlaunch.worker.export.model_card import model_card
@@ -64,6 +65,13 @@ def test_the_card(run: RunDir) -> None:
     # The fence is longer than the one in the recipe.
     assert "````yaml\n" in text
     assert "secret" not in text
+    # A run that fell back has no passes of ONNX Runtime to count.
+    assert "passes that fell back to PyTorch: 0" in text
+    choice = EngineChoice("ort", "eager", "no such operator")
+    write_json(run.engine, engine_report("ort", engine=choice).to_json())
+    text = str(model_card(run, 4, "me/model", run.exported(4, "huggingface")))
+    assert "engine: eager (asked: ort)" in text
+    assert "passes that fell back" not in text
 
 
 def test_an_upload(run: RunDir, hub: Hub, capfd: pytest.CaptureFixture[str]) -> None:
