@@ -75,7 +75,7 @@ METRICS = {
     "masked_word_accuracy": BuiltInMetric(
         "Share of the masked tokens that the model predicts correctly.",
         "max",
-        "masked tokens {:.2%}",
+        "accuracy of masked tokens {:.2%}",
         _MASKED,
         trainer=("accuracy",),
         is_share=True,
@@ -83,7 +83,7 @@ METRICS = {
     "next_sentence_accuracy": BuiltInMetric(
         "Share of the sentence pairs.",
         "max",
-        "sentence pairs {:.2%}",
+        "accuracy of sentence pairs {:.2%}",
         {"pretraining": _PAIRS},
         is_share=True,
     ),

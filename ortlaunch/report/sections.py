@@ -26,7 +26,7 @@ _CURVES = (
     ("Learning rate", "learning_rate", True),
     ("Tokens per second", "tokens_per_second", True),
     ("Samples per second", "samples_per_second", True),
-    ("Gradient norm before clipping", "gradient_norm", True),
+    ("Gradient norm", "gradient_norm", True),
     ("Model FLOPs utilization", "mfu", True),
 )
 # Classes up to which the table has a column for each predicted one.
@@ -146,14 +146,17 @@ def _curves(records: Sequence[Record]) -> list[dict[str, object]]:
     more = [
         (name.capitalize().replace("_", " "), name, False) for name in known if name not in shown
     ]
+    is_clipped = any((one.recipe.get("train") or {}).get("max_grad_norm") for one in records)
     drawn = []
     # The evaluation's metrics come after the loss, before the rates.
     for title, name, from_zero in (_CURVES[0], *more, *_CURVES[1:]):
         curves = _values(records, name)
         if name == "loss":
             curves += _values(records, "evaluation_loss", part="evaluation")
+        clipping = " before clipping" if name == "gradient_norm" and is_clipped else ""
         metric = METRICS.get(name.removeprefix("evaluation_"))
-        drawn.append(chart(title, curves, from_zero, metric is not None and metric.is_share))
+        is_share = metric is not None and metric.is_share
+        drawn.append(chart(title + clipping, curves, from_zero, is_share))
     return [each for each in drawn if each is not None]
 
 

@@ -13,6 +13,7 @@ import pytest
 from ortlaunch.cause import Cause, Failure
 from ortlaunch.diagnose.report import diagnose
 from ortlaunch.errors import InputError
+from ortlaunch.evaluation_metrics import METRICS
 from ortlaunch.launch import JobState
 from ortlaunch.launch.failure import End
 from ortlaunch.launch.record import Attempt, JobRecord
@@ -149,6 +150,21 @@ def test_a_pruned_trial_is_no_failure(tmp_path: Path) -> None:
     assert not [text for text in said if "to continue" in text]
 
 
+@pytest.mark.parametrize(("limit", "title"), [(None, ""), (1.0, " before clipping")])
+def test_the_title_of_the_gradient_norm(limit: Any, title: str, tmp_path: Path) -> None:
+    """The norm is one before clipping only where a run clips."""
+    lines = [{**line, "gradient_norm": 2.0} for line in steps(3.0, 2.0)]
+    run = made(tmp_path / "one", lines, train={"max_steps": 9, "max_grad_norm": limit})
+    heads = [one.text for one in page(run, to=tmp_path / "r.html").iter("h3")]
+    assert f"Gradient norm{title}" in heads
+
+
+def test_a_share_names_what_it_is() -> None:
+    """A person reads of an accuracy that it is one, not a share of masked tokens."""
+    names = [name for name in METRICS if name.endswith("_accuracy")]
+    assert [METRICS[name].shown.partition(" ")[0] for name in names] == ["accuracy"] * 3
+
+
 def test_shares_and_classes(tmp_path: Path) -> None:
     """The axis of a share ends at 1; classes have scores and the samples by predicted class."""
     lines = [{"step": 10, "evaluation_loss": 1.0, "evaluation_f1_macro": 1.0}]
@@ -258,6 +274,9 @@ def test_a_sweep(tmp_path: Path) -> None:
         TrialLine([(70.0, 20.0)], False, "trial 1: loss 2"),
         TrialLine([(70.0, 200.0)], True, "trial 0: loss 1"),
     ]
+    # A narrow window shows the values of all runs below each other, with their names.
+    cells = [one.get("data-run") for one in page(*runs, to=tmp_path / "r.html").iter("td")]
+    assert cells[:2] == ["0000", "0001"]
     head = ("trial", "state", "steps", "loss")
     table = [("0000", "complete", 10, 1.0), ("0001", "pruned", 5, None)]
     drawn = Picture([axis], lines, [("optimizer.learning_rate", 1.0)], "loss", head, table)
