@@ -166,12 +166,10 @@ def verdict(rows: Sequence[Json]) -> list[str]:
             f"{' and '.join(names)} cannot be told apart: the middle halves of their steps overlap"
         )
     for row in able:
-        # Without a difference there is no step from which one is ahead.
-        if row in near:
-            continue
         later = start - row["first_step"]["since_launch"]
         gain = row["seconds"]["median"] - fast["median"]
-        if later > 1 and gain > 0:
+        # Without a difference there is no step from which one is ahead.
+        if later > 1 and gain > 0 and row not in near:
             steps = f"{later / gain:,.0f} steps"
             lines.append(
                 f"{best['name']} begins {later:.0f} s later than {row['name']}: ahead after {steps}"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 
-from ortlaunch.commands.export import chosen_step, note_on_best
+from ortlaunch.commands.export import chosen_step, print_best
 from ortlaunch.errors import InputError
 from ortlaunch.launch_plan import Plan
 from ortlaunch.planning.world import LaunchOptions
@@ -28,8 +29,7 @@ def evaluate(
     """
     # Training may still run, so hold the checkpoint: it must not be deleted during the evaluation.
     with held(run, lambda: chosen_step(run, step)) as chosen:
-        if step is None and (note := note_on_best(run, chosen)):
-            print(note, flush=True)
+        print_best(run, step, chosen, sys.stdout)
         resume = ResumeOptions(str(run.checkpoint(chosen)))
         return control.train(
             _resolved(run, overrides, options), run.evaluation_of(chosen).path, resume

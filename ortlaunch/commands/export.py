@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 from ortlaunch import tasks
 from ortlaunch.errors import InputError
@@ -49,8 +50,8 @@ def export(run: RunDir, options: ExportOptions, shown: Collection[str] = ()) -> 
         )
     # If the training still runs, it must not delete the checkpoint during the export.
     with held(run, lambda: chosen_step(run, step)) as chosen:
-        if step is None and shown and (note := note_on_best(run, chosen)):
-            print(note, flush=True)
+        if shown:
+            print_best(run, step, chosen, sys.stdout)
         return _export(run, options, chosen, shown)
 
 
@@ -88,12 +89,12 @@ def best_step(run: RunDir) -> int | None:
     return best["step"] if best and best["step"] in dict(run.complete_checkpoints()) else None
 
 
-def note_on_best(run: RunDir, step: int) -> str | None:
-    """Return a line if another checkpoint than that of the newest step is the best one."""
+def print_best(run: RunDir, step: CheckpointStep, newest: int, file: TextIO) -> None:
+    """Print a line if no step is requested, and the best checkpoint is not the newest."""
     best = best_step(run)
-    if best in (None, step):
-        return None
-    return f"step {step} is the newest checkpoint; the best is of step {best}: --step best"
+    if step is None and best not in (None, newest):
+        note = f"step {newest} is the newest checkpoint; the best is of step {best}: --step best"
+        print(note, file=file, flush=True)
 
 
 def chosen_step(run: RunDir, step: CheckpointStep) -> int:
@@ -107,14 +108,12 @@ def chosen_step(run: RunDir, step: CheckpointStep) -> int:
     steps = [found for found, _ in run.complete_checkpoints()]
     if not steps:
         raise InputError(f"{run.checkpoints} has no complete checkpoint")
-    if step == "best":
-        step = best_step(run)
-        if step is None:
-            raise InputError(
-                f"--step best: {run.summary} names no best checkpoint: checkpoint.keep_best is not "
-                f"set, or the training has not ended; {run.checkpoints} has steps "
-                f"{', '.join(map(str, steps))}"
-            )
+    if step == "best" and (step := best_step(run)) is None:
+        raise InputError(
+            f"--step best: {run.summary} names no best checkpoint: checkpoint.keep_best is not "
+            f"set, or the training has not ended; {run.checkpoints} has steps "
+            f"{', '.join(map(str, steps))}"
+        )
     if step is not None and step not in steps:
         raise InputError(
             f"--step: {run.checkpoints} has no complete checkpoint of step {step}; "

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from ortlaunch import tasks
-from ortlaunch.commands.export import chosen_step, note_on_best
+from ortlaunch.commands.export import chosen_step, print_best
 from ortlaunch.errors import InputError
 from ortlaunch.recipe import Recipe, read_resolved
 from ortlaunch.recipe.fields.data import uses_template
@@ -44,8 +44,8 @@ def generate(request: GenerationRequest, progress: bool = False) -> str:
         if progress:
             place = model if step is None else RunDir(model).checkpoint(step)
             print(f"model: {place}", file=sys.stderr, flush=True)
-            if request.step is None and step is not None and (note := note_on_best(run, step)):
-                print(note, file=sys.stderr, flush=True)
+            if step is not None:
+                print_best(run, request.step, step, sys.stderr)
         chats = False if request.raw else chats
         chosen = request._replace(model=str(model), step=step, chats=chats)
         text = tasks.answer_of(chosen, ("stderr",) if progress else ())

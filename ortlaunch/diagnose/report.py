@@ -74,7 +74,7 @@ def diagnose(run: RunDir) -> Diagnosis:
         exit_status=exit_status,
         kind=failure.kind.value,
         verdict=verdict(failure),
-        advice=() if found.is_pruned else advice_for(failure, about),
+        advice=() if found.state_name == "pruned" else advice_for(failure, about),
         evidence=(
             *_evidence(about, failure),
             *filter(

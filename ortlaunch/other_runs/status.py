@@ -87,14 +87,9 @@ class Status:
         return "\n".join(line for line in (self._headline(), *self._lines()) if line)
 
     @property
-    def is_pruned(self) -> bool:
-        """Whether the pruner of its sweep ended this trial."""
-        return _PRUNED in (self.job.verdict or "")
-
-    @property
     def state_name(self) -> str:
         """The state for a person: `pruned` for a trial that its sweep ended early."""
-        return "pruned" if self.is_pruned else self.state.value
+        return "pruned" if _PRUNED in (self.job.verdict or "") else self.state.value
 
     @property
     def best_line(self) -> str:
@@ -234,11 +229,8 @@ def _read_status(run: RunDir, queue: queued.Queue) -> Status:
     fallback = _or_fault(wrong, lambda: _fallback(run), None)
     started = datetime.fromisoformat(job.started).timestamp()
     logged = run.metrics.stat().st_mtime if metrics else 0.0
-    summary: Json = {}
-    measured: Json = {}
-    if job.state is JobState.SUCCEEDED:
-        summary = _or_fault(wrong, lambda: _json_or_empty(run.summary), summary)
-        measured = _or_fault(wrong, lambda: _json_or_empty(run.evaluation), measured)
+    summary: Json = _or_fault(wrong, lambda: _result(job, run.summary), {})
+    measured: Json = _or_fault(wrong, lambda: _result(job, run.evaluation), {})
     # `evaluate` writes no metrics.jsonl.
     metrics |= {
         name if name == "step" else f"evaluation_{name}": value for name, value in measured.items()
@@ -273,8 +265,8 @@ def _fallback(run: RunDir) -> str | None:
     return EngineChoice(**found["engine"]).fallback if "engine" in found else None
 
 
-def _json_or_empty(path: Path) -> Json:
-    return read_json(path) if path.exists() else {}
+def _result(job: JobRecord, path: Path) -> Json:
+    return read_json(path) if job.state is JobState.SUCCEEDED and path.exists() else {}
 
 
 def _or_fault(wrong: list[str], read: Callable[[], _T], otherwise: _T) -> _T:

@@ -90,7 +90,7 @@ def _end(one: Record) -> str | None:
 
 def _has_failed(one: Record) -> bool:
     # A pruned trial is a result of its sweep: there is nothing to mend, or to continue.
-    return one.status.job.failure is not None and not one.status.is_pruned
+    return one.status.job.failure is not None and one.status.state_name != "pruned"
 
 
 def _failure(one: Record) -> tuple[str, tuple[str, ...]]:
@@ -155,8 +155,9 @@ def _curves(records: Sequence[Record]) -> list[dict[str, object]]:
             curves += _values(records, "evaluation_loss", part="evaluation")
         clipping = " before clipping" if name == "gradient_norm" and is_clipped else ""
         metric = METRICS.get(name.removeprefix("evaluation_"))
-        is_share = metric is not None and metric.is_share
-        drawn.append(chart(title + clipping, curves, from_zero, is_share))
+        drawn.append(
+            chart(title + clipping, curves, from_zero, metric is not None and metric.is_share)
+        )
     return [each for each in drawn if each is not None]
 
 

@@ -65,8 +65,11 @@ def tie(best: Trial, trials: Sequence[Trial]) -> str:
         for one in trials
         if one.state == "complete" and one.values == best.values and one.number != best.number
     ]
-    names = ", ".join(same)
-    return f"trial {names} has exactly the same result: the sweep cannot tell" if same else ""
+    return (
+        f"trial {', '.join(same)} has exactly the same result: the sweep cannot tell"
+        if same
+        else ""
+    )
 
 
 class Study:
