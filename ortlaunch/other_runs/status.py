@@ -26,6 +26,7 @@ from ortlaunch.run_folder.cause_text import CONTINUE, OURS, TRY, VERDICT
 from ortlaunch.run_folder.engine_report import EngineChoice
 from ortlaunch.run_folder.folder import RunDir, json_text, read_json, read_text
 from ortlaunch.run_folder.lines import json_tail
+from ortlaunch.run_folder.records import from_json
 from ortlaunch.units import counted, duration, number
 
 _T = TypeVar("_T")
@@ -262,7 +263,10 @@ def _read_status(run: RunDir, queue: queued.Queue) -> Status:
 def _fallback(run: RunDir) -> str | None:
     """Return the sentence on the engine that replaced the requested one; None if none did."""
     found = read_json(run.engine) if run.engine.exists() else {}
-    return EngineChoice(**found["engine"]).fallback if "engine" in found else None
+    try:
+        return from_json(EngineChoice, found["engine"]).fallback if "engine" in found else None
+    except TypeError as error:
+        raise DamagedFile(f"{run.engine}: {error}; delete it") from error
 
 
 def _result(job: JobRecord, path: Path) -> Json:
