@@ -25,7 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ortlaunch.ortmodule.base.counters import tally
 from ortlaunch.ortmodule.base.export import Export, traced_facts
 from ortlaunch.ortmodule.base.settings import settings_of
-from ortlaunch.ortmodule.base.torch_calls import getter
+from ortlaunch.ortmodule.base.torch_calls import getter, untraced
 from ortlaunch.ortmodule.torch_in_graph import attention, torch_modules
 from ortlaunch.ortmodule.tracing import aliases, grad_mode, python_state
 from ortlaunch.ortmodule.tracing.grad_mode import changed_since, tensors, versions_of
@@ -107,7 +107,8 @@ class _ReadLocations:
 
 
 # Kinds of tensors, in this order: a result has the largest kind of its arguments.
-_CONSTANT, _BUFFER, _ONE, _SIZE, _SELECTED, _VALUE = range(6)
+# _SOME: whether a selection has an element, which the first batch's has.
+_CONSTANT, _BUFFER, _ONE, _SIZE, _SOME, _SELECTED, _VALUE = range(7)
 _COMPARED = {
     _T.__gt__,
     _T.__lt__,
@@ -140,6 +141,8 @@ class _Watch(TorchFunctionMode):
         # Tensors without an entry are values.
         self._kinds = WeakTensorKeyDictionary()
         self._selections = Selections()
+        # The sizes of selections themselves, and nothing computed from them.
+        self._chosen = WeakTensorKeyDictionary()
         self.made = WeakTensorKeyDictionary()
         """Values, with the line of the model's code that made each."""
         self._module = module
@@ -183,13 +186,19 @@ class _Watch(TorchFunctionMode):
             kind = min(kind, _SELECTED if selected and func is _T.__len__ else _SIZE)
         elif kind == _SIZE and func in _COMPARED and _zero_or_one(*args[1:]):
             kind = _ONE
+        elif func in _COMPARED and args[0] in self._chosen and _zero_or_one(*args[1:]):
+            # The losses of some models ask for a batch of which every label is ignored.
+            with untraced():
+                kind = _SOME if args[1] == 0 and int(args[0]) > 0 else kind
         elif func is torch.normal or getattr(func, "__name__", "").startswith(_DRAWN):
             kind = _VALUE
         if (func in _TAKEN or func is _T.__len__) and kind != _CONSTANT:
             places = self.places
             decided = places.decisions
             self._note(
-                (places.buffers, places.ones, places.sizes, decided, decided)[kind - 1],
+                (places.buffers, places.ones, places.sizes, places.checks, decided, decided)[
+                    kind - 1
+                ],
                 of_size=_ONE <= kind <= _SELECTED,
             )
         changed = changed_since(given, versions)
@@ -199,6 +208,7 @@ class _Watch(TorchFunctionMode):
         ):
             self._kinds[tensor] = kind
         self._kinds.update(dict.fromkeys(tensors(selected), _SELECTED))
+        self._chosen.update(dict.fromkeys(tensors(selected)))
         self._selections.follow(func, args, given, result)
         if kind == _VALUE:
             frame = user_frame()

@@ -162,14 +162,26 @@ class Reading(nn.Linear):
         lambda z, mask: z[mask].sum() if len(z[mask]) else z.sum(),
         lambda z, mask: z[:, mask[0]].sin().sum() / max(z[:, mask[0]].sin().shape[1], 1),
         lambda z, mask: z.sum() if mask.nonzero().size(0) > 2 else z.mean(),
+        lambda z, mask: z.sum() if mask.nonzero().size(0) - 1 > 0 else z.mean(),
+        lambda z, mask: z.sum() if (mask & ~mask).nonzero().size(0) > 0 else z.mean(),
     ],
-    ids=["len", "shape", "size"],
+    ids=["len", "shape", "size", "difference", "nothing"],
 )
 def test_the_size_of_a_selection_is_not_taken_into_python(program: Any) -> None:
     """A size that follows from values would be the first batch's: it is refused, with the line."""
     x, mask, _ = batch(True, 3)
     with pytest.raises(RuntimeError, match=r"takes values of tensors .* at .*test_value_sizes"):
         wrapped(Reading(program))(x, mask)
+
+
+def test_a_branch_for_nothing_selected_is_noted() -> None:
+    """As in DeBERTa's loss, where every label may be ignored; the first batch selects something."""
+    x, mask, _ = batch(True, 3)
+    model = Reading(
+        lambda z, mask: z[mask.nonzero()[:, 0]].sum() if mask.nonzero().size(0) > 0 else z.sum()
+    )
+    torch.testing.assert_close(wrapped(copy.deepcopy(model))(x, mask), model(x, mask))
+    assert any("checked in the first batch only" in note for note in tally.notes)
 
 
 def test_other_sizes_of_a_selection_are_taken() -> None:
