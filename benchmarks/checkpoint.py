@@ -104,10 +104,11 @@ def ours(turn: Turn, stepper: Any, folder: Path) -> int:
     turn.time(
         "ours: save, flushed", lambda: checkpoint.save(run, {}, turn.group, stepper, 1, state)
     )
-    found = size_of(run.checkpoint(1))
-    turn.time("ours: check of sums", lambda: damage(run.checkpoint(1), turn.group))
+    found = size_of(run.checkpoint_folder(1))
+    turn.time("ours: check of sums", lambda: damage(run.checkpoint_folder(1), turn.group))
     turn.time(
-        "ours: load", lambda: checkpoint.load(run.checkpoint(1), stepper.named_state(), turn.group)
+        "ours: load",
+        lambda: checkpoint.load(run.checkpoint_folder(1), stepper.named_state(), turn.group),
     )
     return found
 

@@ -209,7 +209,7 @@ def environment() -> dict[str, Any]:
     git = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True, check=False
     )  # fmt: skip
-    found = machine.hardware()
+    found = machine.hardware_record()
     return {
         **{name: _version(name) for name in names}, "ortlaunch": git.stdout.strip() or "unknown",
         "processor": found["processor"], "cores": found["cores"],

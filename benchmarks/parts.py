@@ -754,7 +754,7 @@ def attending(name: str, engine: str) -> Step:
     from ortlaunch.worker.model.model import LossModule
 
     keep_freed_memory(os.environ)
-    if machine.onednn_is_faster():
+    if machine.is_onednn_faster():
         # torch calls oneDNN at this setting.
         torch.set_float32_matmul_precision("medium")
     kind, length, batch, changes = ATTENTION[name]

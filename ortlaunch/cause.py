@@ -83,7 +83,7 @@ class Failure:
     """Line of the user's own files where the error was raised."""
 
     @classmethod
-    def of_record(cls, record: Mapping[str, Any]) -> Failure:
+    def from_error_record(cls, record: Mapping[str, Any]) -> Failure:
         """Return the failure of a rank's record in errors/."""
         return cls(
             cause=Cause(record["cause"]),
@@ -98,19 +98,26 @@ class Failure:
         )
 
     @property
-    def place(self) -> str:
+    def rank_and_host(self) -> str:
         """The location of the failure, as text."""
         return "the run" if self.rank is None else f"rank {self.rank} on host {self.host}"
 
     @property
-    def kind(self) -> Cause:
+    def memory_aware_cause(self) -> Cause:
         """The cause, with OUT_OF_MEMORY if the kernel ended the process for memory."""
         # These causes name only that a process is gone; the kernel's count gives the reason.
-        ended = (Cause.RANK_VANISHED, Cause.LAUNCHER_KILLED, Cause.NEVER_BEGAN)
-        return Cause.OUT_OF_MEMORY if self.memory_kills and self.cause in ended else self.cause
+        vanished_causes = (Cause.RANK_VANISHED, Cause.LAUNCHER_KILLED, Cause.NEVER_BEGAN)
+        return (
+            Cause.OUT_OF_MEMORY
+            if self.memory_kills and self.cause in vanished_causes
+            else self.cause
+        )
 
     @property
     def may_be_memory(self) -> bool:
         """Whether the cause is or may be memory: the kernel ends a process by SIGKILL, often
         without a record."""
-        return self.kind in (Cause.OUT_OF_MEMORY, Cause.RANK_VANISHED) or self.signal == 9
+        return (
+            self.memory_aware_cause in (Cause.OUT_OF_MEMORY, Cause.RANK_VANISHED)
+            or self.signal == 9
+        )

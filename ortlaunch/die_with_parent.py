@@ -14,36 +14,36 @@ import sys
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent(number: int, parent: int) -> None:
+def die_with_parent(signal_number: int, parent_pid: int) -> None:
     """Have the kernel send a signal to this process when its parent ends.
 
     Args:
-        number: the signal.
-        parent: the process id of the expected parent; if it has ended already, this process exits.
+        signal_number: the signal.
+        parent_pid: the process id of the expected parent; if it has ended already, this process exits.
     """
     with contextlib.suppress(OSError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal_number), 0, 0, 0)
     # The kernel sends no signal for a parent that ended before the call.
-    if os.getppid() != parent:
-        os._exit(128 + number)
+    if os.getppid() != parent_pid:
+        os._exit(128 + signal_number)
 
 
-def main(parent: str, variable: str, space: str, *command: str) -> None:
+def main(parent_pid: str, variable_name: str, pid_namespace: str, *command: str) -> None:
     """Execute the command, which gets SIGTERM when the parent ends, and its process id in a
     variable.
 
     Args:
-        parent: the process id of the parent.
-        variable: the name of the environment variable.
-        space: the namespace of process ids, which precedes the id in the variable.
+        parent_pid: the process id of the parent.
+        variable_name: the name of the environment variable.
+        pid_namespace: the namespace of process ids, which precedes the id in the variable.
         command: program and arguments.
     """
-    die_with_parent(signal.SIGTERM, int(parent))
+    die_with_parent(signal.SIGTERM, int(parent_pid))
     # Schedulers send these signals as a notice, which would end torchrun. An ignored signal stays
     # ignored after exec until the program handles it.
-    for number in (signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
-    os.environ[variable] = f"{space} {os.getpid()}"
+    for signal_number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(signal_number, signal.SIG_IGN)
+    os.environ[variable_name] = f"{pid_namespace} {os.getpid()}"
     os.execv(command[0], command[1:])
 
 

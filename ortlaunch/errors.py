@@ -42,12 +42,12 @@ CONTROL = re.compile(
 )
 
 
-def printable(text: str) -> str:
+def escape_control_characters(text: str) -> str:
     """Return foreign text that is safe for a terminal: control characters as Python escapes."""
-    return CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+    return CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
-def first_line(error: BaseException) -> str:
+def first_message_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its type if it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
@@ -57,7 +57,7 @@ LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 IS_LFS_POINTER = "is a pointer of git-lfs in place of the file; type in its folder: git lfs pull"
 
 
-def chain_of(error: BaseException | None) -> Iterator[BaseException]:
+def error_chain(error: BaseException | None) -> Iterator[BaseException]:
     """Yield an error and those that it was raised from, or while they were handled."""
     while error is not None:
         yield error
@@ -162,14 +162,14 @@ FIRST_PARAMETER = "first parameter with a gradient that is not finite"
 class BadStepError(OrtlaunchError):
     """The loss or gradient of a step is bad; ``found`` is its record if the step was left out."""
 
-    def __init__(self, message: str, found: Any = None) -> None:
-        self.found = found
+    def __init__(self, message: str, bad_step: Any = None) -> None:
+        self.bad_step = bad_step
         super().__init__(message)
 
     @property
     def detail(self) -> str:
         """The first line of the message, with the parameter if the record names one."""
-        parameter = self.found.parameter if self.found else None
+        parameter = self.bad_step.parameter if self.bad_step else None
         return super().detail + (f"; {FIRST_PARAMETER}: {parameter}" if parameter else "")
 
 
@@ -178,10 +178,10 @@ class NonFiniteError(BadStepError):
 
     cause = Cause.NOT_FINITE
 
-    def __init__(self, message: str, found: Any = None) -> None:
-        super().__init__(message, found)
+    def __init__(self, message: str, bad_step: Any = None) -> None:
+        super().__init__(message, bad_step)
         # In fp16 this cause means a collapsed loss scale (diagnose/causes.py).
-        if found and found.kind == "gradient":
+        if bad_step and bad_step.kind == "gradient":
             self.cause = Cause.GRADIENT_NOT_FINITE
 
 

@@ -156,7 +156,7 @@ METRICS = {
 }
 
 
-def metrics_of(task: str) -> dict[str, BuiltInMetric]:
+def metrics_of_task(task: str) -> dict[str, BuiltInMetric]:
     """Return the metrics that an evaluation of a model task may have."""
     return {
         name: metric
@@ -165,7 +165,7 @@ def metrics_of(task: str) -> dict[str, BuiltInMetric]:
     }
 
 
-def measures_of(task: str) -> list[Measure]:
+def measures_of_task(task: str) -> list[Measure]:
     """Return the measures of a model task's metrics, without duplicates."""
     return list(
         dict.fromkeys(

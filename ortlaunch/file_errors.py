@@ -37,7 +37,7 @@ _CAUSES = {
     errno.EEXIST: "it is a file where a folder should be",
 }
 # Not the user's fault, so the exit status is 1 and not 2: a scheduler may try again.
-_OF_THE_MACHINE = (
+_MACHINE_ERRORS = (
     errno.ENOSPC,
     errno.EDQUOT,
     errno.EIO,
@@ -48,12 +48,12 @@ _OF_THE_MACHINE = (
 )
 
 
-def explained(error: OSError, option: str = "--run-dir") -> FileError | None:
+def explain_os_error(error: OSError, folder_option: str = "--run-dir") -> FileError | None:
     """Return an error as one line; None if it has neither a file nor a known cause.
 
     Args:
         error: the error of the system.
-        option: the option by which a user chooses another location, unless the file is in the cache.
+        folder_option: the option by which a user chooses another location, unless the file is in the cache.
     """
     # None means a bug, so the caller raises the error again with its traceback.
     if error.errno == errno.ENOENT and not _current_folder_exists():
@@ -62,15 +62,21 @@ def explained(error: OSError, option: str = "--run-dir") -> FileError | None:
     if error.filename is None and cause is None:
         return None
     path = None if error.filename is None else os.fsdecode(error.filename)
-    what = ": ".join(filter(None, (path, error.strerror or type(error).__name__)))
+    path_and_reason = ": ".join(filter(None, (path, error.strerror or type(error).__name__)))
     # Nobody chooses another folder for the file of a package.
-    movable = path is not None and not _below(path, *map(Path, site.getsitepackages()))
-    said = [what, cause, _elsewhere(str(path), option) if movable else None]
-    return FileError("; ".join(filter(None, said)), 1 if error.errno in _OF_THE_MACHINE else 2)
+    movable = path is not None and not _is_below(path, *map(Path, site.getsitepackages()))
+    message_parts = [
+        path_and_reason,
+        cause,
+        _advice_for_other_folder(str(path), folder_option) if movable else None,
+    ]
+    return FileError(
+        "; ".join(filter(None, message_parts)), 1 if error.errno in _MACHINE_ERRORS else 2
+    )
 
 
 @contextlib.contextmanager
-def of_ours(run: Path) -> Iterator[None]:
+def explain_errors_of_own_files(run_folder: Path) -> Iterator[None]:
     """Explain errors about files of the run folder and of the cache.
 
     All others, such as those of the user's code, keep their traceback.
@@ -82,33 +88,34 @@ def of_ours(run: Path) -> Iterator[None]:
         yield
     except OSError as error:
         path = error.filename
-        ours = (
+        is_own_file = (
             error.errno in _CAUSES
             and isinstance(path, (str, Path))
-            and _below(path, run, *_cache())
+            and _is_below(path, run_folder, *_cache_folder_or_none())
         )
         # ENOLCK has no file name.
-        found = explained(error) if ours or error.errno == errno.ENOLCK else None
-        if found is None:
+        file_error = explain_os_error(error) if is_own_file or error.errno == errno.ENOLCK else None
+        if file_error is None:
             raise
-        raise found from error
+        raise file_error from error
 
 
-def _elsewhere(path: str, option: str) -> str:
+def _advice_for_other_folder(path: str, folder_option: str) -> str:
     """Return how to choose another location for a file."""
-    return f"{'ORTLAUNCH_CACHE' if _below(path, *_cache()) else option} can name another folder"
+    is_cache = _is_below(path, *_cache_folder_or_none())
+    return f"{'ORTLAUNCH_CACHE' if is_cache else folder_option} can name another folder"
 
 
-def _cache() -> list[Path]:
+def _cache_folder_or_none() -> list[Path]:
     """Return the cache folder; empty if this user has none."""
     with contextlib.suppress(FileError):
         return [cache_root()]
     return []
 
 
-def _below(path: str | Path, *folders: Path) -> bool:
-    whole = Path(os.path.abspath(path))
-    return any(whole.is_relative_to(os.path.abspath(folder)) for folder in folders)
+def _is_below(path: str | Path, *folders: Path) -> bool:
+    absolute_path = Path(os.path.abspath(path))
+    return any(absolute_path.is_relative_to(os.path.abspath(folder)) for folder in folders)
 
 
 def _current_folder_exists() -> bool:

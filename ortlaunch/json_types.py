@@ -19,7 +19,7 @@ Json = dict[str, Any]
 """An object of a JSON or YAML document; the reader of a value knows its type."""
 
 # A larger file is no record of a run.
-_MOST_BYTES = 1 << 30
+_MOST_RECORD_BYTES = 1 << 30
 # No record is nested more deeply, and functions that go through a value call themselves.
 _MOST_LEVELS = 100
 # Records have 64 bits for whole numbers; larger ones may exceed every float.
@@ -47,8 +47,10 @@ def read_regular(path: Path) -> bytes:
         DamagedFile: it is no regular file, or has more than 1 GiB.
     """
     with open_regular(path) as file:
-        if os.fstat(file.fileno()).st_size > _MOST_BYTES:
-            raise DamagedFile(f"{path}: has more than {_MOST_BYTES:,} bytes, too many for a record")
+        if os.fstat(file.fileno()).st_size > _MOST_RECORD_BYTES:
+            raise DamagedFile(
+                f"{path}: has more than {_MOST_RECORD_BYTES:,} bytes, too many for a record"
+            )
         return file.read()
 
 
@@ -67,24 +69,24 @@ def parse_json(text: str | bytes) -> Any:
             else text.count(b"[") + text.count(b"{")
         )
         if opened > _MOST_LEVELS:
-            _require_levels(value)
+            _require_few_levels(value)
     except json.JSONDecodeError:
         raise
     except (ValueError, RecursionError, MemoryError) as error:
-        why = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise json.JSONDecodeError(why, "", 0) from None
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise json.JSONDecodeError(reason, "", 0) from None
     return value
 
 
-def _require_levels(value: object) -> None:
+def _require_few_levels(value: object) -> None:
     """Raise RecursionError if a value has too many levels."""
     level: list[object] = [value]
     for _ in range(_MOST_LEVELS):
         level = [
             item
-            for each in level
-            if isinstance(each, (dict, list))
-            for item in (each.values() if isinstance(each, dict) else each)
+            for container in level
+            if isinstance(container, (dict, list))
+            for item in (container.values() if isinstance(container, dict) else container)
             if isinstance(item, (dict, list))
         ]
         if not level:
@@ -92,31 +94,34 @@ def _require_levels(value: object) -> None:
     raise RecursionError
 
 
-def fits(kind: Any, value: object) -> bool:
+def fits_annotation(annotation: Any, value: object) -> bool:
     """Return whether a value has the type of an annotation, at any depth."""
-    inner = get_args(kind)
-    origin = get_origin(kind)
+    inner = get_args(annotation)
+    origin = get_origin(annotation)
     if origin in (Union, types.UnionType):
-        return any(fits(each, value) for each in inner)
+        return any(fits_annotation(member, value) for member in inner)
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return isinstance(value, Mapping) and all(
-            fits(inner[0], key) and fits(inner[1], item) for key, item in value.items()
+            fits_annotation(inner[0], key) and fits_annotation(inner[1], item)
+            for key, item in value.items()
         )
     if isinstance(origin, type) and issubclass(origin, Sequence):
         # A tuple of fixed length names the type of each item.
         fixed = origin is tuple and inner[-1] is not ...
-        kinds = inner if fixed else inner[:1] * (len(value) if isinstance(value, Sequence) else 0)
+        item_annotations = (
+            inner if fixed else inner[:1] * (len(value) if isinstance(value, Sequence) else 0)
+        )
         return (
             isinstance(value, (list, tuple))
-            and len(kinds) == len(value)
-            and all(map(fits, kinds, value))
+            and len(item_annotations) == len(value)
+            and all(map(fits_annotation, item_annotations, value))
         )
-    if kind in (Any, object) or not isinstance(kind, type):
+    if annotation in (Any, object) or not isinstance(annotation, type):
         return True
-    if isinstance(value, kind) and hasattr(kind, "_fields"):
-        hints = get_type_hints(kind)
-        return all(fits(hints[name], getattr(value, name)) for name in hints)
+    if isinstance(value, annotation) and hasattr(annotation, "_fields"):
+        hints = get_type_hints(annotation)
+        return all(fits_annotation(hints[name], getattr(value, name)) for name in hints)
     # JSON writers may drop the fraction of 1.0; Python's True is an int.
     if isinstance(value, int) and not isinstance(value, bool):
-        return kind in (int, float) and abs(value) < _LEAST_LARGE
-    return isinstance(value, kind) and (kind is not int or not isinstance(value, bool))
+        return annotation in (int, float) and abs(value) < _LEAST_LARGE
+    return isinstance(value, annotation) and (annotation is not int or not isinstance(value, bool))

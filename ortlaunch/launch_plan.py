@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
 from ortlaunch.errors import DamagedFile, PlanError
-from ortlaunch.json_types import fits, parse_json, read_regular
-from ortlaunch.launchers import Launcher, launcher_of
+from ortlaunch.json_types import fits_annotation, parse_json, read_regular
+from ortlaunch.launchers import Launcher, launcher_row
 from ortlaunch.rank import Rank
 from ortlaunch.tasks import TASKS, Task
 
@@ -25,8 +25,8 @@ LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 def is_this_host(name: str) -> bool:
     """Return whether a host's name, perhaps with `user@` before it, is one of this machine's."""
-    own = socket.gethostname()
-    return name.rpartition("@")[2] in (*LOCAL_NAMES, own, own.partition(".")[0])
+    host_name = socket.gethostname()
+    return name.rpartition("@")[2] in (*LOCAL_NAMES, host_name, host_name.partition(".")[0])
 
 
 class Node(NamedTuple):
@@ -77,7 +77,7 @@ class ProcessMemory(NamedTuple):
         """Bytes of a rank that is alone on its host."""
         return self.own + self.files
 
-    def of_ranks(self, count: int) -> int:
+    def bytes_of_ranks(self, count: int) -> int:
         """Return the bytes of several ranks of a host."""
         return count * self.own + self.files
 
@@ -202,7 +202,7 @@ class Plan:
     @property
     def started_by(self) -> Launcher:
         """The row of its launcher."""
-        return launcher_of(self.launcher)
+        return launcher_row(self.launcher)
 
     @property
     def traits(self) -> Task:
@@ -230,7 +230,9 @@ class Plan:
 
     def to_json(self) -> str:
         """Return the plan as JSON; the same plan gives the same bytes."""
-        return json.dumps({"format": 1, "world_size": self.world_size, **_named(self)}, indent=1)
+        return json.dumps(
+            {"format": 1, "world_size": self.world_size, **_plan_as_mapping(self)}, indent=1
+        )
 
     @classmethod
     def read(cls, path: Path) -> Plan:
@@ -268,19 +270,23 @@ class Plan:
                 "argv": tuple(value["argv"]),
                 "env": tuple((key, text) for key, text in value["env"].items()),
                 "forward": tuple(value["forward"]),
-                "memory": memory and _memory_from(memory),
+                "memory": memory and _memory_from_json(memory),
             }
         )
         hints = get_type_hints(cls)
-        wrong = [
-            name for name in cls.__dataclass_fields__ if not fits(hints[name], getattr(plan, name))
+        invalid_fields = [
+            name
+            for name in cls.__dataclass_fields__
+            if not fits_annotation(hints[name], getattr(plan, name))
         ]
-        if wrong or plan.world_size != ranks or plan.task not in TASKS:
-            raise ValueError(f"unknown value of {', '.join(wrong) or 'world_size or task'}")
+        if invalid_fields or plan.world_size != ranks or plan.task not in TASKS:
+            raise ValueError(
+                f"unknown value of {', '.join(invalid_fields) or 'world_size or task'}"
+            )
         return plan
 
 
-def _named(plan: Plan) -> dict[str, object]:
+def _plan_as_mapping(plan: Plan) -> dict[str, object]:
     """Return the plan as plain values, with named tuples as mappings."""
     value = {name: getattr(plan, name) for name in plan.__dataclass_fields__}
     value["nodes"] = [node._asdict() for node in plan.nodes]
@@ -300,7 +306,7 @@ def _named(plan: Plan) -> dict[str, object]:
     return value
 
 
-def _memory_from(value: dict[str, Any]) -> Memory:
+def _memory_from_json(value: dict[str, Any]) -> Memory:
     stages = tuple(
         (stage, Bytes(**{name: parts[name] for name in Bytes._fields if name in parts}))
         for stage, parts in value["by_stage"].items()

@@ -62,24 +62,24 @@ LAUNCHERS = {
 }
 
 
-def launcher_of(name: str) -> Launcher:
+def launcher_row(launcher_name: str) -> Launcher:
     """Return the row of a plan's launcher, which may be INSIDE."""
-    return _INSIDE if name == INSIDE else LAUNCHERS[name]
+    return _INSIDE if launcher_name == INSIDE else LAUNCHERS[launcher_name]
 
 
-def refusal(name: str | None) -> str:
+def reason_launcher_is_refused(launcher_name: str | None) -> str:
     """Return the reason why an option cannot name this launcher; "" if it can."""
-    if name in (None, "auto", *LAUNCHERS):
+    if launcher_name in (None, "auto", *LAUNCHERS):
         return ""
     # Users of other tools name the queue as the launcher.
-    queue = name in ("slurm", "sbatch", "kubernetes", "azureml")
-    why = "that is a scheduler: ortlaunch submit RECIPE --scheduler NAME; --launcher is "
-    return f"got {name}; {why if queue else ''}one of {', '.join(('auto', *LAUNCHERS))}"
+    queue = launcher_name in ("slurm", "sbatch", "kubernetes", "azureml")
+    scheduler_text = "that is a scheduler: ortlaunch submit RECIPE --scheduler NAME; --launcher is "
+    return f"got {launcher_name}; {scheduler_text if queue else ''}one of {', '.join(('auto', *LAUNCHERS))}"
 
 
-def rendezvous(name: str, hosts: int) -> str:
+def rendezvous_text(launcher_name: str, host_count: int) -> str:
     """Return how the ranks of a plan meet, as text."""
-    launcher = launcher_of(name)
+    launcher = launcher_row(launcher_name)
     # On one host ortlaunch's launchers use a file, which needs no port.
-    alone = hosts == 1 and launcher.is_ours and not launcher.single
+    alone = host_count == 1 and launcher.is_ours and not launcher.single
     return "a file in the run folder" if alone else launcher.rendezvous

@@ -29,19 +29,19 @@ _BUSY_SHARE = 0.1  # of one core
 _RECENT_SECONDS = 300.0
 
 
-def hardware() -> Json:
+def hardware_record() -> Json:
     """Return the processor, the cores that this process may use, and the GPUs' models."""
-    return {"processor": _processor(), "cores": cores(), "gpus": _gpus()}
+    return {"processor": _processor_name(), "cores": usable_core_count(), "gpus": _gpu_models()}
 
 
-def cores() -> int:
+def usable_core_count() -> int:
     """Return the number of cores that this process may use, by its affinity and control groups."""
     return min([len(os.sched_getaffinity(0)), *_core_quotas()])
 
 
-def share_of_cores(ranks: int) -> int:
+def threads_per_rank(ranks_on_host: int) -> int:
     """Return the number of threads of each rank, for this many ranks on this host."""
-    return max(1, cores() // ranks)
+    return max(1, usable_core_count() // ranks_on_host)
 
 
 def _core_quotas() -> Iterator[int]:
@@ -55,7 +55,7 @@ def _core_quotas() -> Iterator[int]:
                 yield max(1, math.ceil(int(quota) / int(period)))
 
 
-def _processor() -> str:
+def _processor_name() -> str:
     with contextlib.suppress(OSError):
         named = re.search(
             r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE
@@ -65,19 +65,19 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def matrix_units() -> list[str]:
+def bfloat16_matmul_units() -> list[str]:
     """Return the processor's units for bfloat16 matmuls: amx_bf16, avx512_bf16."""
-    return sorted({"amx_bf16", "avx512_bf16"} & _flags())
+    return sorted({"amx_bf16", "avx512_bf16"} & _processor_flags())
 
 
-def onednn_is_faster() -> bool:
+def is_onednn_faster() -> bool:
     """Return whether oneDNN computes float32 matmuls faster than MKL here: AMD with AVX-512."""
     # Measured with torch 2.13 on two cores of Zen 5, 1024 x 768 by 768 x 3072: 222 GFLOP/s by MKL,
     # 428 by oneDNN.
-    return "AMD" in _processor() and "avx512f" in _flags()
+    return "AMD" in _processor_name() and "avx512f" in _processor_flags()
 
 
-def _flags() -> set[str]:
+def _processor_flags() -> set[str]:
     """Return the processor's feature flags, as Linux names them."""
     with contextlib.suppress(OSError):
         flags = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
@@ -85,13 +85,13 @@ def _flags() -> set[str]:
     return set()
 
 
-def without_matrix_unit(precision: str) -> str | None:
+def reason_lower_precision_is_no_faster(precision: str) -> str | None:
     """Return why this processor computes float32 matmuls no faster at a lower precision.
 
     None if it has the unit. Measured with torch 2.13: oneDNN uses bfloat16 inside float32 matmuls
     only with AMX, and TensorFloat32 never.
     """
-    units = matrix_units()
+    units = bfloat16_matmul_units()
     if precision == "medium" and "amx_bf16" in units:
         return None
     if precision == "high":
@@ -102,46 +102,58 @@ def without_matrix_unit(precision: str) -> str | None:
     )
 
 
-def matmul_effect(precision: str, device: str) -> str:
+def matmul_precision_effect(precision: str, device: str) -> str:
     """Return the effect of `engine.matmul_precision` below highest on this host, as text."""
     if device == "cuda":
         return "float32 matmul runs in TensorFloat32, on GPUs with it (Ampere and newer)"
-    nothing = without_matrix_unit(precision)
-    return f"no effect: {nothing}" if nothing else "float32 matmul runs in bfloat16 (amx_bf16)"
+    no_effect_reason = reason_lower_precision_is_no_faster(precision)
+    return (
+        f"no effect: {no_effect_reason}"
+        if no_effect_reason
+        else "float32 matmul runs in bfloat16 (amx_bf16)"
+    )
 
 
-def visible_gpus(environ: Mapping[str, str]) -> int:
+def visible_gpu_count(environ: Mapping[str, str]) -> int:
     """Return the number of GPUs visible to a process here, by CUDA_VISIBLE_DEVICES and /dev."""
-    present = sum(1 for path in DEVICES.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name))
-    chosen = environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is None:
-        return present
+    present_count = sum(
+        1 for path in DEVICES.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)
+    )
+    visible_devices = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible_devices is None:
+        return present_count
     names: list[str] = []
-    for name in map(str.strip, chosen.split(",")):
+    for name in map(str.strip, visible_devices.split(",")):
         # CUDA stops at the first name that is no GPU, such as -1 or Slurm's NoDevFiles, and shows
         # none if one is named twice. Names may also be UUIDs of GPUs, or parts of one GPU.
-        if not (name.startswith(("GPU-", "MIG-")) or (name.isdigit() and int(name) < present)):
+        if not (
+            name.startswith(("GPU-", "MIG-")) or (name.isdigit() and int(name) < present_count)
+        ):
             break
         names.append(name)
-    visible = len(names) if len({*names}) == len(names) else 0
+    visible_count = len(names) if len({*names}) == len(names) else 0
     # One GPU may have several MIG parts, so their number is not limited by `present`.
-    return visible if present and "MIG-" in chosen else min(present, visible)
+    return (
+        visible_count
+        if present_count and "MIG-" in visible_devices
+        else min(present_count, visible_count)
+    )
 
 
-def _gpus() -> list[str]:
-    found = []
+def _gpu_models() -> list[str]:
+    models = []
     for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
         named = re.search(r"^Model:\s*(.+)$", path.read_text(errors="replace"), re.MULTILINE)
-        found.append(named[1].strip() if named else "unknown")
-    return found
+        models.append(named[1].strip() if named else "unknown")
+    return models
 
 
 class MemoryLimit(NamedTuple):
     """A limit of the memory of processes here: its whole size, and its free part, in bytes."""
 
     name: str
-    size: int
-    free: int
+    total_bytes: int
+    free_bytes: int
 
 
 def memory_limits() -> list[MemoryLimit]:
@@ -150,26 +162,26 @@ def memory_limits() -> list[MemoryLimit]:
 
     The only source of these numbers: for plans, for `micro_size: auto` and for copies in an export.
     """
-    return [_machine_memory(), *_control_group_limits()]
+    return [_machine_memory_limit(), *_control_group_limits()]
 
 
-def tightest_limit() -> MemoryLimit:
+def smallest_memory_limit() -> MemoryLimit:
     """Return the smallest memory limit: the most that all processes of a run can use here."""
-    return min(memory_limits(), key=lambda limit: limit.size)
+    return min(memory_limits(), key=lambda limit: limit.total_bytes)
 
 
-def tightest_free() -> MemoryLimit:
+def memory_limit_with_least_free() -> MemoryLimit:
     """Return the memory limit with the least free bytes now."""
-    return min(memory_limits(), key=lambda limit: limit.free)
+    return min(memory_limits(), key=lambda limit: limit.free_bytes)
 
 
-def _machine_memory() -> MemoryLimit:
+def _machine_memory_limit() -> MemoryLimit:
     text = (PROC / "meminfo").read_text()
-    found = {
+    bytes_by_name = {
         name: int(kib) * 1024
         for name, kib in re.findall(r"^(Mem\w+):\s*(\d+) kB", text, re.MULTILINE)
     }
-    return MemoryLimit(THIS_MACHINE, found["MemTotal"], found["MemAvailable"])
+    return MemoryLimit(THIS_MACHINE, bytes_by_name["MemTotal"], bytes_by_name["MemAvailable"])
 
 
 def _control_group_limits() -> Iterator[MemoryLimit]:
@@ -183,8 +195,8 @@ def _control_group_limits() -> Iterator[MemoryLimit]:
             # Version 2 writes "max" for no limit, version 1 a number near 2^63.
             if limit != "max" and int(limit) < 1 << 60:
                 # Page cache that the kernel can drop does not count as used.
-                left = int(limit) - usage + int(stat.get(cache, 0))
-                yield MemoryLimit(f"control group {folder}", int(limit), max(0, left))
+                free_bytes = int(limit) - usage + int(stat.get(cache, 0))
+                yield MemoryLimit(f"control group {folder}", int(limit), max(0, free_bytes))
 
 
 _MEMORY_FILES = {
@@ -212,40 +224,42 @@ def _control_groups(controller: str) -> Iterator[tuple[int, Path]]:
         else:
             continue
         for version, top in tops:
-            own = top / path.lstrip("/")
+            own_folder = top / path.lstrip("/")
             yield from (
-                (version, folder) for folder in (own, *own.parents) if folder.is_relative_to(top)
+                (version, folder)
+                for folder in (own_folder, *own_folder.parents)
+                if folder.is_relative_to(top)
             )
 
 
-def oom_kills() -> int | None:
+def out_of_memory_kill_count() -> int | None:
     """Return how many processes of this control group the kernel ended for memory; None if unknown."""
     for version, folder in _control_groups("memory"):
         with contextlib.suppress(OSError):
             text = (folder / {1: "memory.oom_control", 2: "memory.events"}[version]).read_text()
-            if found := re.search(r"^oom_kill (\d+)$", text, re.MULTILINE):
-                return int(found[1])
+            if match := re.search(r"^oom_kill (\d+)$", text, re.MULTILINE):
+                return int(match[1])
     return None
 
 
-def memory_kill_in_log(pid: int) -> str | None:
+def out_of_memory_message_of_process(pid: int) -> str | None:
     """Return the kernel's message about a process that its out-of-memory killer ended recently.
 
     None if there is none, or this user may not read the log. The log has process ids of the machine,
     so nothing is found in a container with its own process ids.
     """
-    killed = re.compile(rf"Killed process {pid} \(")
-    for line in _kernel_log():
-        head, _, said = line.partition(";")
+    kill_pattern = re.compile(rf"Killed process {pid} \(")
+    for line in _kernel_log_lines():
+        head, _, message = line.partition(";")
         if (
-            killed.search(said)
+            kill_pattern.search(message)
             and time.monotonic() - int(head.split(",")[2]) / 1e6 < _RECENT_SECONDS
         ):
-            return said.partition("\n")[0]
+            return message.partition("\n")[0]
     return None
 
 
-def _kernel_log() -> Iterator[str]:
+def _kernel_log_lines() -> Iterator[str]:
     with contextlib.suppress(OSError):
         log = os.open(KERNEL_LOG, os.O_RDONLY | os.O_NONBLOCK)
         try:
@@ -260,20 +274,27 @@ def _kernel_log() -> Iterator[str]:
             os.close(log)
 
 
-def others_at_work() -> list[str]:
+def busy_processes() -> list[str]:
     """Return `name (pid): share of a core` of every other busy process, the busiest first."""
-    before = _ticks()
-    begun = time.perf_counter()
+    ticks_before = _processor_ticks_by_process()
+    start_seconds = time.perf_counter()
     time.sleep(_WATCH_SECONDS)
-    passed = (time.perf_counter() - begun) * os.sysconf("SC_CLK_TCK")
-    shares = [((used - before.get(who, used)) / passed, who) for who, used in _ticks().items()]
+    passed = (time.perf_counter() - start_seconds) * os.sysconf("SC_CLK_TCK")
+    shares = [
+        ((used - ticks_before.get(who, used)) / passed, who)
+        for who, used in _processor_ticks_by_process().items()
+    ]
     busy = sorted(((share, who) for share, who in shares if share >= _BUSY_SHARE), reverse=True)
     return [f"{name} ({pid}): {share:.0%} of a core" for share, (pid, name) in busy]
 
 
-def _ticks() -> dict[tuple[int, str], int]:
+def _processor_ticks_by_process() -> dict[tuple[int, str], int]:
     """Return (pid, name) -> processor time in ticks, for every process except this one."""
-    return {(one.pid, one.name): one.ticks for one in all_processes() if one.pid != os.getpid()}
+    return {
+        (process.pid, process.name): process.ticks
+        for process in all_processes()
+        if process.pid != os.getpid()
+    }
 
 
 def raise_open_file_limit() -> None:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import TextIO
 
-from ortlaunch.errors import FileError, printable
+from ortlaunch.errors import FileError, escape_control_characters
 from ortlaunch.units import COLUMNS, wrap_lines
 
 # Erases the live line of a terminal. It is the only control sequence that ortlaunch itself prints;
@@ -45,75 +45,78 @@ def print_lines(lines: Iterable[str]) -> None:
 class _Output:
     """A text stream that handles failed writes."""
 
-    def __init__(self, stream: TextIO, name: str, goes_on: bool) -> None:
+    def __init__(self, stream: TextIO, name: str, continues_when_lost: bool) -> None:
         self.stream = stream
         self.name = name
-        self.goes_on = goes_on
-        self.lost: Exception | None = None
+        self.continues_when_lost = continues_when_lost
+        self.lost_error: Exception | None = None
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.stream, name)
 
     def write(self, text: str) -> int:
-        self._try(lambda: self.stream.write(text if text == ERASE else printable(text)))
+        self._write_or_lose(
+            lambda: self.stream.write(text if text == ERASE else escape_control_characters(text))
+        )
         return len(text)
 
     def flush(self) -> None:
-        self._try(self.stream.flush)
+        self._write_or_lose(self.stream.flush)
 
-    def _try(self, act: Callable[[], object]) -> None:
-        if self.lost is None:
+    def _write_or_lose(self, write_call: Callable[[], object]) -> None:
+        if self.lost_error is None:
             try:
-                act()
+                write_call()
             except OSError as error:
-                self._lose(error)
-        if self.lost is not None and not self.goes_on:
-            raise self.lost
+                self._discard_output(error)
+        if self.lost_error is not None and not self.continues_when_lost:
+            raise self.lost_error
 
-    def _lose(self, error: OSError) -> None:
+    def _discard_output(self, error: OSError) -> None:
         """Discard all output from now on, buffered text included, and report the loss once."""
         # The stream's descriptor itself is replaced, so that the buffer's flush at exit succeeds.
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, self.stream.fileno())
         os.close(null)
-        told = f"{self.name}: {error.strerror}"
-        self.lost = error if error.errno == errno.EPIPE else FileError(told, 1)
-        if self.goes_on and self is sys.stdout:
+        message = f"{self.name}: {error.strerror}"
+        self.lost_error = error if error.errno == errno.EPIPE else FileError(message, 1)
+        if self.continues_when_lost and self is sys.stdout:
             print(
-                f"ortlaunch: {told}; the run continues, its logs are in its folder", file=sys.stderr
+                f"ortlaunch: {message}; the run continues, its logs are in its folder",
+                file=sys.stderr,
             )
 
 
 @contextlib.contextmanager
-def guarded() -> Iterator[None]:
+def guard_standard_output() -> Iterator[None]:
     """Guard standard output and standard error during one command; a lost stderr ends nothing."""
-    _open_closed()
-    before = sys.stdout, sys.stderr
-    for stream in before:
+    _open_closed_standard_streams()
+    original_streams = sys.stdout, sys.stderr
+    for stream in original_streams:
         # Not a stream that a test or a notebook has put in its place.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    sys.stdout = _Output(sys.stdout, "standard output", goes_on=False)
-    sys.stderr = _Output(sys.stderr, "standard error", goes_on=True)
+    sys.stdout = _Output(sys.stdout, "standard output", continues_when_lost=False)
+    sys.stderr = _Output(sys.stderr, "standard error", continues_when_lost=True)
     try:
         yield
     finally:
-        sys.stdout, sys.stderr = before
+        sys.stdout, sys.stderr = original_streams
 
 
-def go_on_unread() -> None:
+def continue_without_output() -> None:
     """Continue from now on if standard output is lost."""
     if isinstance(sys.stdout, _Output):
-        sys.stdout.goes_on = True
+        sys.stdout.continues_when_lost = True
 
 
-def _open_closed() -> None:
+def _open_closed_standard_streams() -> None:
     """Open the null device for closed standard streams."""
     # Otherwise the next file that is opened would get the stream's number, and output would be
     # written to it.
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         try:
-            os.fstat(number)
+            os.fstat(descriptor)
         except OSError:
             # `open` returns the lowest free number, which is this one.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
@@ -121,5 +124,5 @@ def _open_closed() -> None:
             setattr(
                 sys,
                 name,
-                os.fdopen(number, "w" if number else "r", encoding="utf-8", closefd=False),
+                os.fdopen(descriptor, "w" if descriptor else "r", encoding="utf-8", closefd=False),
             )

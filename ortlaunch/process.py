@@ -70,26 +70,26 @@ def all_processes() -> Iterator[ProcessStat]:
             yield stat
 
 
-def descendants_of(parent: int) -> list[int]:
+def living_descendants(parent_pid: int) -> list[int]:
     """Return the living children of a process, and their descendants."""
-    living = {one.pid: one.parent for one in all_processes() if not one.has_ended}
-    found = [parent]
+    living = {process.pid: process.parent for process in all_processes() if not process.has_ended}
+    pids = [parent_pid]
     # The list grows while it is read: a search by levels.
-    for above in found:
-        found += [pid for pid, its_parent in living.items() if its_parent == above]
-    return found[1:]
+    for above in pids:
+        pids += [pid for pid, its_parent in living.items() if its_parent == above]
+    return pids[1:]
 
 
-def stopped_family(parent: int) -> dict[int, str]:
+def stopped_process_names(parent_pid: int) -> dict[int, str]:
     """Return the names of a process and its descendants that are stopped, by their ids.
 
     SIGSTOP and Ctrl-Z stop a process until SIGCONT.
     """
-    found = (read_stat(pid) for pid in (parent, *descendants_of(parent)))
-    return {stat.pid: stat.name for stat in found if stat and stat.state == "T"}
+    stats = (read_stat(pid) for pid in (parent_pid, *living_descendants(parent_pid)))
+    return {stat.pid: stat.name for stat in stats if stat and stat.state == "T"}
 
 
-def family(pid: int) -> Iterator[int]:
+def iterate_process_tree(pid: int) -> Iterator[int]:
     """Yield a process and its descendants.
 
     Raises:
@@ -99,10 +99,10 @@ def family(pid: int) -> Iterator[int]:
     yield pid
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         for child in path.read_text().split():
-            yield from family(int(child))
+            yield from iterate_process_tree(int(child))
 
 
-def bytes_moved(pid: int) -> int:
+def bytes_read_and_written(pid: int) -> int:
     """Return the bytes that a process has read and written, in files and sockets.
 
     Raises:
@@ -116,20 +116,23 @@ def bytes_moved(pid: int) -> int:
 def flock_holders(path: Path) -> set[int]:
     """Return the ids of this user's processes that hold an flock on a file."""
     file = os.path.realpath(path)
-    found = set()
-    for process in Path("/proc").glob("[0-9]*"):
+    holder_pids = set()
+    for process_folder in Path("/proc").glob("[0-9]*"):
         # The process may be another user's, or may have ended.
         with contextlib.suppress(OSError):
-            if any(_holds(process, descriptor, file) for descriptor in os.listdir(process / "fd")):
-                found.add(int(process.name))
-    return found
+            if any(
+                _holds_flock(process_folder, descriptor, file)
+                for descriptor in os.listdir(process_folder / "fd")
+            ):
+                holder_pids.add(int(process_folder.name))
+    return holder_pids
 
 
-def _holds(process: Path, descriptor: str, file: str) -> bool:
+def _holds_flock(process_folder: Path, descriptor: str, file: str) -> bool:
     # The descriptor may have been closed.
     with contextlib.suppress(OSError):
-        opened = os.readlink(process / "fd" / descriptor)
-        return opened == file and "FLOCK" in (process / "fdinfo" / descriptor).read_text()
+        opened = os.readlink(process_folder / "fd" / descriptor)
+        return opened == file and "FLOCK" in (process_folder / "fdinfo" / descriptor).read_text()
     return False
 
 
@@ -149,25 +152,27 @@ class Process(NamedTuple):
     """Boot id of the machine, and start of the process in ticks since the boot."""
 
     @classmethod
-    def of(cls, pid: int) -> Process:
+    def identity_of_pid(cls, pid: int) -> Process:
         """Return the identity of the process with this id here."""
-        return cls(pid, socket.gethostname(), process_space(), _began(pid) or "it has ended")
+        return cls(
+            pid, socket.gethostname(), process_space(), _boot_and_start_id(pid) or "it has ended"
+        )
 
     @classmethod
-    def this(cls) -> Process:
+    def identity_of_this_process(cls) -> Process:
         """Return the identity of this process."""
-        return cls.of(os.getpid())
+        return cls.identity_of_pid(os.getpid())
 
     @property
     def is_here(self) -> bool:
         """Whether its id is valid in this process's namespace."""
         return self.space == process_space()
 
-    def lives(self) -> bool:
+    def is_alive(self) -> bool:
         """Return whether the process is alive here; a zombie is not."""
-        return _began(self.pid) == self.began
+        return _boot_and_start_id(self.pid) == self.began
 
-    def send(self, number: int) -> None:
+    def send_signal_if_alive(self, signal_number: int) -> None:
         """Send a signal to the process if it is alive.
 
         Raises:
@@ -175,11 +180,11 @@ class Process(NamedTuple):
         """
         with contextlib.suppress(ProcessLookupError):
             # Checked first: the id may belong to another process by now.
-            if self.lives():
-                os.kill(self.pid, number)
+            if self.is_alive():
+                os.kill(self.pid, signal_number)
 
 
-def _began(pid: int) -> str | None:
+def _boot_and_start_id(pid: int) -> str | None:
     """Return boot id and start of a process; None if it has ended."""
     stat = read_stat(pid)
     if stat is None or stat.has_ended:
@@ -197,7 +202,9 @@ def wait_until(is_reached: Callable[[], object], seconds: float) -> bool:
     return True
 
 
-def heeded(numbers: Iterable[int]) -> tuple[int, ...]:
+def signals_to_handle(signal_numbers: Iterable[int]) -> tuple[int, ...]:
     """Return the signals to handle: all of them, except a SIGHUP that is ignored."""
     # `nohup` ignores SIGHUP, so that a run outlives its terminal.
-    return tuple(n for n in numbers if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN)
+    return tuple(
+        n for n in signal_numbers if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN
+    )

@@ -77,11 +77,11 @@ class Rank(NamedTuple):
     @classmethod
     def from_environ(cls, env: Mapping[str, str]) -> Rank:
         """Return the rank that ``env`` describes; rank 0 of 1 without variables of a launcher."""
-        found = detect(env)
-        return found[0] if found else cls(0, 1, 0, 1)
+        rank_and_launcher = detect_rank_and_launcher(env)
+        return rank_and_launcher[0] if rank_and_launcher else cls(0, 1, 0, 1)
 
 
-class _Set(NamedTuple):
+class _LauncherVariables(NamedTuple):
     """The variables of one launcher: its names, the first four in the order of Rank, and values."""
 
     launcher: str
@@ -97,7 +97,7 @@ class _Set(NamedTuple):
         return " ".join(f"{name}={value}" for name, value in self.values.items())
 
 
-def detect(env: Mapping[str, str]) -> tuple[Rank, str] | None:
+def detect_rank_and_launcher(env: Mapping[str, str]) -> tuple[Rank, str] | None:
     """Return the rank and the name of its launcher; None without variables of a launcher.
 
     The launchers are "torchrun", "Open MPI", "MPICH / Intel MPI / PALS", "MVAPICH" and "Slurm".
@@ -105,147 +105,190 @@ def detect(env: Mapping[str, str]) -> tuple[Rank, str] | None:
     Raises:
         RankError: the variables in ``env`` are incomplete or contradict each other.
     """
-    chosen = _choose(_found(env), env)
-    return (_rank(chosen), chosen.launcher) if chosen else None
+    chosen_set = _choose_innermost_launcher(_variable_sets(env), env)
+    return (_rank_of_complete_set(chosen_set), chosen_set.launcher) if chosen_set else None
 
 
-def explain(env: Mapping[str, str]) -> str:
+def explain_rank_variables(env: Mapping[str, str]) -> str:
     """Return a line for each launcher with its variables, and the launcher used or the error."""
-    sets = _found(env)
-    lines = [f"{found.launcher}: {_described(found)}" for found in sets]
-    if "SLURM_PROCID" in env and not any(found.launcher == _SLURM for found in sets):
+    sets = _variable_sets(env)
+    lines = [f"{variable_set.launcher}: {_describe_set(variable_set)}" for variable_set in sets]
+    if "SLURM_PROCID" in env and not any(variable_set.launcher == _SLURM for variable_set in sets):
         lines.append(f"{_SLURM}: not a step of ranks: {_STEP} is {env.get(_STEP, 'not set')}")
     try:
-        chosen = detect(env)
+        rank_and_launcher = detect_rank_and_launcher(env)
     except RankError as error:
         return "\n".join([*lines, f"error: {error}"])
     return "\n".join(
-        [*lines, f"used: {chosen[1]}" if chosen else "used: none; this process is rank 0 of 1"]
+        [
+            *lines,
+            f"used: {rank_and_launcher[1]}"
+            if rank_and_launcher
+            else "used: none; this process is rank 0 of 1",
+        ]
     )
 
 
-def _described(found: _Set) -> str:
-    if found.missing:
-        return f"incomplete, {', '.join(found.missing)} not set; read {found.shown}"
+def _describe_set(variable_set: _LauncherVariables) -> str:
+    if variable_set.missing:
+        return f"incomplete, {', '.join(variable_set.missing)} not set; read {variable_set.shown}"
     try:
-        rank = _rank(found)
+        rank = _rank_of_complete_set(variable_set)
     except RankError as error:
-        return f"unusable, {error}; read {found.shown}"
-    place = (
+        return f"unusable, {error}; read {variable_set.shown}"
+    rank_text = (
         f"rank {rank.rank} of {rank.world_size}, local rank {rank.local_rank} of "
         f"{rank.local_world_size}"
     )
-    return f"{place}; read {found.shown}"
+    return f"{rank_text}; read {variable_set.shown}"
 
 
-def _found(env: Mapping[str, str]) -> list[_Set]:
+def _variable_sets(env: Mapping[str, str]) -> list[_LauncherVariables]:
     """Return the variables of each launcher, complete or not."""
     # torchrun's come last, because wrappers copy those of another launcher to its names.
     pals = any(name in env for name in _PALS_LOCAL)
     hydra = not pals or any(name in env for name in _HYDRA_LOCAL)
     is_deepspeed = "LOCAL_WORLD_SIZE" not in env and env.keys() >= {*_DEEPSPEED_NAMES}
     sets = (
-        _pick("Open MPI", _OPEN_MPI_NAMES, env),
-        _pick("MVAPICH", _MVAPICH_NAMES, env),
-        _pick(_MPI, _HYDRA_NAMES, env) if hydra else None,
-        _pick(_MPI, _PALS_NAMES, env) if pals else None,
-        _slurm_step(env),
-        _pick(_TORCH, _DEEPSPEED_NAMES if is_deepspeed else _TORCH_NAMES, env),
+        _pick_launcher_variables("Open MPI", _OPEN_MPI_NAMES, env),
+        _pick_launcher_variables("MVAPICH", _MVAPICH_NAMES, env),
+        _pick_launcher_variables(_MPI, _HYDRA_NAMES, env) if hydra else None,
+        _pick_launcher_variables(_MPI, _PALS_NAMES, env) if pals else None,
+        _slurm_step_variables(env),
+        _pick_launcher_variables(_TORCH, _DEEPSPEED_NAMES if is_deepspeed else _TORCH_NAMES, env),
     )
-    return [found for found in sets if found]
+    return [variable_set for variable_set in sets if variable_set]
 
 
-def _pick(launcher: str, names: tuple[str, ...], env: Mapping[str, str]) -> _Set | None:
+def _pick_launcher_variables(
+    launcher: str, names: tuple[str, ...], env: Mapping[str, str]
+) -> _LauncherVariables | None:
     values = {name: env[name] for name in names if name in env}
-    return _Set(launcher, names, values) if values else None
+    return _LauncherVariables(launcher, names, values) if values else None
 
 
-def _slurm_step(env: Mapping[str, str]) -> _Set | None:
+def _slurm_step_variables(env: Mapping[str, str]) -> _LauncherVariables | None:
     step = env.get(_STEP)
     if step is None or (re.fullmatch("[0-9]{10}", step) and int(step) > _LAST_REAL_STEP):
         return None
     procid, localid, nodeid = _SLURM_NAMES
-    size = _first_set(_SLURM_SIZES, env)
-    layout = _first_set(_SLURM_LAYOUTS, env)
-    return _pick(_SLURM, (procid, size, localid, layout, nodeid, _STEP), env)
+    size = _first_present_name(_SLURM_SIZES, env)
+    layout = _first_present_name(_SLURM_LAYOUTS, env)
+    return _pick_launcher_variables(_SLURM, (procid, size, localid, layout, nodeid, _STEP), env)
 
 
-def _first_set(names: Sequence[str], env: Mapping[str, str]) -> str:
+def _first_present_name(names: Sequence[str], env: Mapping[str, str]) -> str:
     return next((name for name in names if name in env), names[0])
 
 
-def _choose(sets: Sequence[_Set], env: Mapping[str, str]) -> _Set | None:
+def _choose_innermost_launcher(
+    sets: Sequence[_LauncherVariables], env: Mapping[str, str]
+) -> _LauncherVariables | None:
     """Return the set of the launcher that started this process: the innermost one."""
-    complete = [found for found in sets if not found.missing]
-    elastic = [found for found in complete if found.launcher == _TORCH and _ELASTIC in env]
-    nested = elastic or [found for found in complete if found.launcher not in (_TORCH, _SLURM)]
+    complete = [variable_set for variable_set in sets if not variable_set.missing]
+    elastic = [
+        variable_set
+        for variable_set in complete
+        if variable_set.launcher == _TORCH and _ELASTIC in env
+    ]
+    nested = elastic or [
+        variable_set for variable_set in complete if variable_set.launcher not in (_TORCH, _SLURM)
+    ]
     # A Slurm step around mpirun or torchrun starts their daemons, so its tasks are not the ranks.
-    level = [found for found in sets if not (nested and found.launcher == _SLURM)]
-    if partial := [found for found in level if found.missing and not _echoes(found, complete)]:
-        raise RankError("\n".join(_partial(found, complete, env) for found in partial))
-    rivals = elastic or [found for found in level if not found.missing]
+    level = [
+        variable_set for variable_set in sets if not (nested and variable_set.launcher == _SLURM)
+    ]
+    if partial := [
+        variable_set
+        for variable_set in level
+        if variable_set.missing and not _repeats_complete_set(variable_set, complete)
+    ]:
+        raise RankError(
+            "\n".join(_partial_set_message(variable_set, complete, env) for variable_set in partial)
+        )
+    rivals = elastic or [variable_set for variable_set in level if not variable_set.missing]
     for other in rivals[1:]:
         _refuse_disagreement(rivals[0], other)
     return rivals[0] if rivals else None
 
 
-def _echoes(partial: _Set, complete: Sequence[_Set]) -> bool:
+def _repeats_complete_set(
+    partial: _LauncherVariables, complete: Sequence[_LauncherVariables]
+) -> bool:
     """Return whether incomplete PMI variables only repeat a complete set of another launcher."""
     # srun uses the PMI protocol, too, but sets none of Hydra's local names.
     if partial.launcher != _MPI:
         return False
-    said = [
-        (field, _number(name, partial.values[name]))
+    partial_values = [
+        (field, _parse_whole_number(name, partial.values[name]))
         for field, name in enumerate(partial.names[:4])
         if name in partial.values
     ]
-    return any(all(_rank(whole)[field] == number for field, number in said) for whole in complete)
-
-
-def _partial(found: _Set, complete: Sequence[_Set], env: Mapping[str, str]) -> str:
-    names = " ".join(
-        name for name in found.values if not any(name in whole.names for whole in complete)
+    return any(
+        all(_rank_of_complete_set(complete_set)[field] == value for field, value in partial_values)
+        for complete_set in complete
     )
-    head = f"{found.launcher}: {found.shown} set, but {', '.join(found.missing)} not"
+
+
+def _partial_set_message(
+    variable_set: _LauncherVariables, complete: Sequence[_LauncherVariables], env: Mapping[str, str]
+) -> str:
+    names = " ".join(
+        name
+        for name in variable_set.values
+        if not any(name in complete_set.names for complete_set in complete)
+    )
+    head = f"{variable_set.launcher}: {variable_set.shown} set, but {', '.join(variable_set.missing)} not"
     if complete:
         beside = f"beside the complete set of {complete[0].launcher} ({complete[0].shown})"
         return f"{head}, {beside}: these are left over or copied, so type: unset {names}"
-    if found.launcher == _TORCH and set(found.values) == {"RANK", "WORLD_SIZE"}:
+    if variable_set.launcher == _TORCH and set(variable_set.values) == {"RANK", "WORLD_SIZE"}:
         nodes = (
             "Kubeflow PyTorchJob and Alibaba PAI set RANK and WORLD_SIZE to count nodes, not ranks"
         )
-        mend = (
+        advice = (
             "start torchrun on each node with --nnodes=$WORLD_SIZE --node-rank=$RANK, "
             "which sets all four"
         )
-        return f"{head}: {nodes}; {mend}"
+        return f"{head}: {nodes}; {advice}"
     return (
         f"{head}: a launcher sets all of them; if no launcher started this process, "
         f"type: unset {names}"
     )
 
 
-def _refuse_disagreement(one: _Set, other: _Set) -> None:
-    pairs = zip(one.names, other.names, _rank(one), _rank(other))
-    differ = [f"{a}={one.values[a]} but {b}={other.values[b]}" for a, b, x, y in pairs if x != y]
+def _refuse_disagreement(chosen_set: _LauncherVariables, other_set: _LauncherVariables) -> None:
+    pairs = zip(
+        chosen_set.names,
+        other_set.names,
+        _rank_of_complete_set(chosen_set),
+        _rank_of_complete_set(other_set),
+    )
+    differ = [
+        f"{a}={chosen_set.values[a]} but {b}={other_set.values[b]}"
+        for a, b, x, y in pairs
+        if x != y
+    ]
     if differ:
-        mend = "unset the variables of the one that did not start this process"
+        advice = "unset the variables of the one that did not start this process"
         raise RankError(
-            f"{one.launcher} and {other.launcher} disagree: {', '.join(differ)}; {mend}"
+            f"{chosen_set.launcher} and {other_set.launcher} disagree: {', '.join(differ)}; {advice}"
         )
 
 
-def _rank(found: _Set) -> Rank:
+def _rank_of_complete_set(variable_set: _LauncherVariables) -> Rank:
     """Return the rank of a complete set.
 
     Raises:
         RankError: its values are not numbers or contradict each other.
     """
-    texts = [found.values[name] for name in found.names]
-    if found.launcher == _SLURM:
-        texts[3] = str(_slurm_local_size(found))
-    rank = Rank(*(_number(name, text) for name, text in zip(found.names[:4], texts)))
-    shown = [f"{name}={found.values[name]}" for name in found.names]
+    texts = [variable_set.values[name] for name in variable_set.names]
+    if variable_set.launcher == _SLURM:
+        texts[3] = str(_slurm_tasks_on_this_node(variable_set))
+    rank = Rank(
+        *(_parse_whole_number(name, text) for name, text in zip(variable_set.names[:4], texts))
+    )
+    shown = [f"{name}={variable_set.values[name]}" for name in variable_set.names]
     if rank.rank >= rank.world_size:
         raise RankError(
             f"{shown[0]} is not below {shown[1]}; ranks count from 0, so one of them is stale"
@@ -261,31 +304,33 @@ def _rank(found: _Set) -> Rank:
     return rank
 
 
-def _slurm_local_size(found: _Set) -> int:
+def _slurm_tasks_on_this_node(variable_set: _LauncherVariables) -> int:
     """Return the number of tasks on this node, by Slurm's layout of all nodes."""
     # Such as ``2(x3),1``: two tasks on each of three nodes, then one task on one node.
-    _, size, _, layout, node, step = found.names
-    _number(step, found.values[step])
-    text = found.values[layout]
+    _, size, _, layout, node, step = variable_set.names
+    _parse_whole_number(step, variable_set.values[step])
+    text = variable_set.values[layout]
     parts = [re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", part) for part in text.split(",")]
     runs = [(int(part[1]), int(part[2] or 1)) for part in parts if part]
     if len(runs) < len(parts):
         raise RankError(f"{layout}={text} is not a layout; Slurm writes for example 2(x3),1")
-    if sum(tasks * nodes for tasks, nodes in runs) != _number(size, found.values[size]):
+    if sum(tasks * nodes for tasks, nodes in runs) != _parse_whole_number(
+        size, variable_set.values[size]
+    ):
         raise RankError(
-            f"{layout}={text} does not add up to {size}={found.values[size]}; one is stale"
+            f"{layout}={text} does not add up to {size}={variable_set.values[size]}; one is stale"
         )
     last = -1
     for tasks, nodes in runs:
         last += nodes
-        if _number(node, found.values[node]) <= last:
+        if _parse_whole_number(node, variable_set.values[node]) <= last:
             return tasks
     raise RankError(
-        f"{node}={found.values[node]} is not one of the {last + 1} nodes of {layout}={text}"
+        f"{node}={variable_set.values[node]} is not one of the {last + 1} nodes of {layout}={text}"
     )
 
 
-def _number(name: str, text: str) -> int:
+def _parse_whole_number(name: str, text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,10}", text):
         raise RankError(
             f"{name}={text!r} is not a whole number of 0 or more; unset it or start again"

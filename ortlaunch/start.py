@@ -8,16 +8,16 @@ removed before any other import.
 import sys
 
 
-def command(module: str, python: str = sys.executable) -> tuple[str, str, str]:
+def module_command(module: str, python: str = sys.executable) -> tuple[str, str, str]:
     """Return the command that starts a module; its arguments are added at the end."""
     return python, __file__, module
 
 
-def run(module: str, *words: str) -> int:
+def run_module(module: str, *arguments: str) -> int:
     """Run a module with these arguments, and return its exit status."""
     import subprocess
 
-    return subprocess.run([*command(module), *words], check=False).returncode
+    return subprocess.run([*module_command(module), *arguments], check=False).returncode
 
 
 if __name__ == "__main__":

@@ -147,7 +147,7 @@ class ImportRequest(NamedTuple):
     """A new folder."""
 
 
-Request = (
+TaskRequest = (
     ExportRequest | PushRequest | GenerationRequest | ModelEvaluationRequest | DataRequest | ShowDataRequest
     | BatchBytesRequest | PredictionRequest | DeviceRequest | ImportRequest
 )  # fmt: skip
@@ -160,7 +160,7 @@ class Task:
     module: str
     """Module whose function `run`, imported on use, gets the rank's Session or the request, and
     returns an exit status, or None for 0."""
-    request: type[Request] | None = None
+    request: type[TaskRequest] | None = None
     """Type of the request if one process does the task without a plan; None: ranks of a plan do."""
     saves: bool = False
     """Whether it trains to the end, writes checkpoints, and saves when it is stopped."""
@@ -196,38 +196,38 @@ TASKS = {
 }
 
 
-def run_alone(request: Request) -> int:
+def run_task_alone(request: TaskRequest) -> int:
     """Run the process of a task without a plan, and return its exit status."""
-    return _run(request, None, None).returncode
+    return _run_task_process(request, None, None).returncode
 
 
-def answer_of(request: Request, shown: Collection[str] = ()) -> str:
+def run_task_for_answer(request: TaskRequest, shown_streams: Collection[str] = ()) -> str:
     """Run the process of a task without a plan, and return its standard output.
 
     Args:
-        shown: `stdout`, `stderr`: streams that are those of this process, and not returned.
+        shown_streams: `stdout`, `stderr`: streams that are those of this process, and not returned.
 
     Raises:
         RunError: the process failed; the message is its standard error.
     """
-    streams = (None if name in shown else subprocess.PIPE for name in ("stdout", "stderr"))
-    ended = _run(request, *streams)
+    streams = (None if name in shown_streams else subprocess.PIPE for name in ("stdout", "stderr"))
+    ended = _run_task_process(request, *streams)
     if ended.returncode:
         raise RunError((ended.stderr or "").strip().removeprefix("ortlaunch: "), ended.returncode)
     return ended.stdout or ""
 
 
-def _run(
-    request: Request, stdout: int | None, stderr: int | None
+def _run_task_process(
+    request: TaskRequest, stdout: int | None, stderr: int | None
 ) -> subprocess.CompletedProcess[str]:
     # On standard input, because a prompt may be longer than an argument list allows.
     text = json.dumps(request._asdict())
     return subprocess.run(
-        command(request), input=text, text=True, check=False, stdout=stdout, stderr=stderr
+        task_command(request), input=text, text=True, check=False, stdout=stdout, stderr=stderr
     )
 
 
-def command(request: Request) -> list[str]:
+def task_command(request: TaskRequest) -> list[str]:
     """Return the command of a task without a plan; it reads the request as JSON."""
     name = next(name for name, task in TASKS.items() if task.request is type(request))
-    return [*start.command("ortlaunch.worker.alone"), name]
+    return [*start.module_command("ortlaunch.worker.alone"), name]

@@ -11,28 +11,32 @@ COLUMNS = 100
 COMMANDS = ("command: ", "to continue: ")
 
 
-def counted(number: int, noun: str) -> str:
+def count_with_noun(count: int, noun: str) -> str:
     """Return a number with a noun: `1 rank`, `2 ranks`."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def human(size: float) -> str:
+def human_bytes(byte_count: float) -> str:
     """Return a number of bytes with a binary unit."""
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
+        if byte_count < 1024:
+            return f"{byte_count:.0f} {unit}" if unit == "B" else f"{byte_count:.1f} {unit}"
+        byte_count /= 1024
+    return f"{byte_count:.1f} TiB"
 
 
-def duration(seconds: float) -> str:
+def clock_duration(seconds: float) -> str:
     """Return seconds as `1:02:03` or `2:03`."""
-    minutes, rest = divmod(int(seconds), 60)
+    minutes, remaining_seconds = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    return (
+        f"{hours}:{minutes:02}:{remaining_seconds:02}"
+        if hours
+        else f"{minutes}:{remaining_seconds:02}"
+    )
 
 
-def number(value: object) -> float | None:
+def number_or_none(value: object) -> float | None:
     """Return the number in a record; None if the value is none."""
     # Records have inf and nan as strings, which float() accepts.
     try:
@@ -41,19 +45,19 @@ def number(value: object) -> float | None:
         return None
 
 
-def aligned(rows: Iterable[Sequence[str]], right: bool = False) -> list[str]:
+def align_columns(rows: Iterable[Sequence[str]], numbers_right: bool = False) -> list[str]:
     """Return the rows of a table as lines with aligned columns.
 
     Args:
         rows: the cells of each row.
-        right: whether all columns but the first have their text at the right.
+        numbers_right: whether all columns but the first have their text at the right.
     """
     columns = [(column, max(map(len, column))) for column in zip(*rows)]
-    placed = [
-        [cell.rjust(width) if right and index else cell.ljust(width) for cell in column]
+    padded_columns = [
+        [cell.rjust(width) if numbers_right and index else cell.ljust(width) for cell in column]
         for index, (column, width) in enumerate(columns)
     ]
-    return ["  ".join(line).rstrip() for line in zip(*placed)]
+    return ["  ".join(line).rstrip() for line in zip(*padded_columns)]
 
 
 def wrap_lines(text: str, columns: int = COLUMNS) -> str:
@@ -85,8 +89,12 @@ def _wrap_line(line: str, columns: int) -> str:
     )
 
 
-def shortened(text: str, width: int) -> str:
-    """Return a text as one line of at most `width` characters, cut at a word, with ` ...`."""
+def shorten_line(text: str, most_characters: int) -> str:
+    """Return a text as one line of at most `most_characters` characters, cut at a word, with ` ...`."""
     line = " ".join(text.split())
     # A word that is longer than the line is broken.
-    return line if len(line) <= width else f"{textwrap.wrap(line, width - 4)[0]} ..."
+    return (
+        line
+        if len(line) <= most_characters
+        else f"{textwrap.wrap(line, most_characters - 4)[0]} ..."
+    )

@@ -38,40 +38,40 @@ _FACTORIES = (
 _HIDDEN = ("globals(", "__getattr__", "exec(", "setattr(", "import *", "vars(", "locals(")
 
 
-def make_importable(recipe: Recipe, beside: Path) -> None:
+def add_factory_folders_to_path(recipe: Recipe, recipe_folder: Path) -> None:
     """Add the folders of the recipe's factories to the path.
 
     Raises:
         InputError: an installed module has the name of a module of the user, and would replace it.
     """
-    for folder in folders(recipe, beside):
+    for folder in factory_folders(recipe, recipe_folder):
         # At the end, so that an installed package always comes first.
         if folder not in sys.path:
             sys.path.append(folder)
 
 
-def folders(recipe: Recipe, beside: Path) -> Iterator[str]:
+def factory_folders(recipe: Recipe, recipe_folder: Path) -> Iterator[str]:
     """Yield the user's folders that have modules of the recipe's factories.
 
     Raises:
         InputError: an installed module has the name of a module of the user.
     """
-    for key, factory in factories(recipe):
+    for key, factory in recipe_factories(recipe):
         # Of `package.module:function` only the top-level name is searched for.
         name = factory.partition(":")[0].partition(".")[0]
-        folder, mine = _users_own(name, (beside, Path.cwd()))
-        installed = _file(importlib.util.find_spec(name))
-        if mine is None or (installed and _same(installed, mine)):
+        folder, user_file = _find_user_module(name, (recipe_folder, Path.cwd()))
+        installed_file = _module_file(importlib.util.find_spec(name))
+        if user_file is None or (installed_file and _is_same_file(installed_file, user_file)):
             continue
-        if installed:
+        if installed_file:
             raise InputError(
-                f"{key}: {factory!r} is {installed}, which is imported before your {mine}; "
+                f"{key}: {factory!r} is {installed_file}, which is imported before your {user_file}; "
                 "rename your module"
             )
         yield folder
 
 
-def factories(recipe: Recipe) -> Iterator[tuple[str, str]]:
+def recipe_factories(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Yield key and `module:function` of every factory."""
     for key in _FACTORIES:
         if factory := attrgetter(key)(recipe):
@@ -81,16 +81,16 @@ def factories(recipe: Recipe) -> Iterator[tuple[str, str]]:
             yield f"{key}.factory", source.factory
 
 
-def broken_factories(recipe: Recipe, beside: Path) -> Iterator[Problem]:
+def unloadable_factories(recipe: Recipe, recipe_folder: Path) -> Iterator[Problem]:
     """Yield functions of the user that no rank could load on this host.
 
     Raises:
         InputError: an installed module has the name of one of the user's.
     """
-    places = list(folders(recipe, beside))
-    for key, factory in factories(recipe):
+    search_folders = list(factory_folders(recipe, recipe_folder))
+    for key, factory in recipe_factories(recipe):
         module, _, function = factory.partition(":")
-        spec = _find(module, places)
+        spec = _find_module_spec(module, search_folders)
         if spec is None:
             yield (
                 (key,),
@@ -98,40 +98,40 @@ def broken_factories(recipe: Recipe, beside: Path) -> Iterator[Problem]:
             )
         # A compiled module has no source to check.
         elif spec.origin and spec.origin.endswith(".py"):
-            wrong = _without(function, Path(spec.origin))
-            if wrong:
-                yield (key,), f"got {factory}; {wrong}"
+            reason = _reason_file_lacks_function(function, Path(spec.origin))
+            if reason:
+                yield (key,), f"got {factory}; {reason}"
 
 
-def _users_own(name: str, places: tuple[Path, ...]) -> tuple[str, str | None]:
+def _find_user_module(name: str, search_folders: tuple[Path, ...]) -> tuple[str, str | None]:
     """Return the first folder that has the module, and the module's file; ("", None) if none has.
 
     A package without __init__.py has a folder instead of a file.
     """
-    for folder in map(os.path.abspath, places):
+    for folder in map(os.path.abspath, search_folders):
         if spec := PathFinder.find_spec(name, [folder]):
-            return folder, _file(spec) or next(iter(spec.submodule_search_locations or ()))
+            return folder, _module_file(spec) or next(iter(spec.submodule_search_locations or ()))
     return "", None
 
 
-def _file(spec: ModuleSpec | None) -> str | None:
+def _module_file(spec: ModuleSpec | None) -> str | None:
     """Return a module's file, or `built-in`; None without a module or for a namespace package."""
     return spec.origin if spec else None
 
 
-def _same(one: str, other: str) -> bool:
+def _is_same_file(path: str, other_path: str) -> bool:
     # A package that is installed in editable mode is the user's own file.
-    return os.path.realpath(one) == os.path.realpath(other)
+    return os.path.realpath(path) == os.path.realpath(other_path)
 
 
-def _find(module: str, places: Sequence[str]) -> ModuleSpec | None:
+def _find_module_spec(module: str, search_folders: Sequence[str]) -> ModuleSpec | None:
     """Return the location from which a rank would import a module."""
     # `importlib.util.find_spec` alone would import the parents of a submodule.
-    first, *rest = module.split(".")
+    top_name, *submodule_names = module.split(".")
     with contextlib.suppress(ValueError, ImportError):
-        spec = importlib.util.find_spec(first) or PathFinder.find_spec(first, places)
-        name = first
-        for part in rest:
+        spec = importlib.util.find_spec(top_name) or PathFinder.find_spec(top_name, search_folders)
+        name = top_name
+        for part in submodule_names:
             # A module such as os.path is no file in a package: only an import can locate it.
             if spec is None or spec.submodule_search_locations is None:
                 return spec and ModuleSpec(module, None)
@@ -141,7 +141,7 @@ def _find(module: str, places: Sequence[str]) -> ModuleSpec | None:
     return None
 
 
-def _without(function: str, path: Path) -> str | None:
+def _reason_file_lacks_function(function_name: str, path: Path) -> str | None:
     """Return why the module's file cannot have the function, as far as its source shows."""
     try:
         source = path.read_bytes()
@@ -153,14 +153,14 @@ def _without(function: str, path: Path) -> str | None:
         return f"{path}:{error.lineno}: {error.msg}"
     except (OSError, ValueError, RecursionError, MemoryError) as error:
         return f"{path} cannot be read: {error}"
-    names = set(_names(tree.body))
-    if function in names or any(word.encode() in source for word in _HIDDEN):
+    names = set(_bound_names(tree.body))
+    if function_name in names or any(word.encode() in source for word in _HIDDEN):
         return None
-    guess = closest(function, names)
-    return f"{path} has no {function}" + (f"; did you mean {guess}?" if guess else "")
+    guess = closest(function_name, names)
+    return f"{path} has no {function_name}" + (f"; did you mean {guess}?" if guess else "")
 
 
-def _names(body: Sequence[ast.stmt]) -> Iterator[str]:
+def _bound_names(body: Sequence[ast.stmt]) -> Iterator[str]:
     """Yield names that a module's statements bind, also inside `if`, `try`, `with` and loops."""
     for statement in body:
         if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 from ortlaunch.resolve import provenance
-from ortlaunch.units import human
+from ortlaunch.units import human_bytes
 
 # Exit status while tests are left: repeat the call.
 LEFT = 3
@@ -62,11 +62,11 @@ FORMATS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "gradient_norm": ("gradient norm by", str),
     "recomputed_by": ("recomputed by", str),
     "chunk_rows": ("rows a chunk", str),
-    "planned_model": ("weights, gradients, optimizer: planned", human),
-    "model": ("measured", human),
+    "planned_model": ("weights, gradients, optimizer: planned", human_bytes),
+    "model": ("measured", human_bytes),
     "ratio": ("ratio", "{:.2f}".format),
-    "planned": ("peak planned", human),
-    "memory": ("peak measured", human),
+    "planned": ("peak planned", human_bytes),
+    "memory": ("peak measured", human_bytes),
     "first_step": ("first step after, s", "{:.0f}".format),
     "verdict": ("parity", str),
     "largest": ("largest difference", "{:.0e}".format),
@@ -263,7 +263,7 @@ def machine(device: str) -> dict[str, Any]:
         gpu = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
     environment = provenance.environment()
     commit = provenance.commit(_ROOT)
-    name = f"{gpu['name']}, {human(gpu['memory'])}, CUDA {gpu['cuda']}" if gpu else "CPU"
+    name = f"{gpu['name']}, {human_bytes(gpu['memory'])}, CUDA {gpu['cuda']}" if gpu else "CPU"
     return {
         "name": name,
         "memory": gpu and gpu["memory"],

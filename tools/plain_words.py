@@ -3,8 +3,8 @@
     python tools/plain_words.py [FOLDER...]
 
 For each folder: verbs of telling and the word "what" in docstrings and comments, per 1,000 words of
-them; lines with a comment, lines over 100 columns and statements that assign two unrelated values,
-as shares of all lines; docstrings that begin with "What".
+them; lines over 100 columns and statements that assign two unrelated values, as shares of all lines;
+docstrings that begin with "What".
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ class Counts(NamedTuple):
     words: int = 0
     telling: int = 0
     what: int = 0
-    comments: int = 0
     long: int = 0
     pairs: int = 0
     openings: int = 0
@@ -46,31 +45,28 @@ class Counts(NamedTuple):
 
 
 class Limit(NamedTuple):
-    """A rate with its upper or lower limit."""
+    """A rate with its upper limit."""
 
     name: str
     rate: float
     most: float
-    least: float = 0.0
 
     @property
     def is_kept(self) -> bool:
-        return self.least <= self.rate <= self.most
+        return self.rate <= self.most
 
 
 def count(text: str) -> Counts:
     """Return the counts of a module."""
     nodes = list(ast.walk(ast.parse(text)))
     docstrings = list(_docstrings(nodes))
-    comments = list(_comments(text))
-    prose = " ".join((*docstrings, *comments))
+    prose = " ".join((*docstrings, *_comments(text)))
     lines = text.splitlines()
     return Counts(
         lines=len(lines),
         words=len(WORD.findall(prose)),
         telling=len(TELLING.findall(prose)),
         what=len(WHAT.findall(prose)),
-        comments=len(comments),
         long=sum(len(line) > COLUMNS for line in lines),
         pairs=sum(map(_is_pair, nodes)),
         openings=sum(text.startswith("What") for text in docstrings),
@@ -85,7 +81,6 @@ def limits(counts: Counts) -> list[Limit]:
     return [
         Limit("tell/say/ask per 1,000 words", counts.telling / words, 1),
         Limit("what per 1,000 words", counts.what / words, 3),
-        Limit("comments, % of lines", 100 * counts.comments / lines, 100, 4),
         Limit("over 100 columns, % of lines", 100 * counts.long / lines, 2),
         Limit("paired assignments per 1,000 lines", 1000 * counts.pairs / lines, 2),
         Limit('docstrings that begin with "What"', counts.openings, 0),
@@ -134,14 +129,12 @@ def main() -> int:
         found = {path: count(path.read_text()) for path in paths}
         total = sum(found.values(), Counts())
         if options.files:
-            for path, counts in sorted(
-                found.items(), key=lambda item: -sum(item[1][2:4] + item[1][5:])
-            ):
+            for path, counts in sorted(found.items(), key=lambda item: -sum(item[1][2:])):
                 print(path, *(f"{name}={value}" for name, value in counts._asdict().items()))
         print(f"{folder}: {total.lines:,} lines, {total.words:,} words of docstrings and comments")
         for limit in limits(total):
             status |= not limit.is_kept
-            mark = "" if limit.is_kept else f"  (limit {limit.least or limit.most:g})"
+            mark = "" if limit.is_kept else f"  (limit {limit.most:g})"
             print(f"  {limit.name:40}{limit.rate:8.2f}{mark}")
     return status
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ortlaunch import start
 from ortlaunch.errors import RunError
-from ortlaunch.launch.processes import ending_with_this_process
+from ortlaunch.launch.processes import die_with_parent_prefix
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.run_folder import lock
 from ortlaunch.run_folder.folder import RunDir
@@ -54,11 +54,11 @@ def start_detached(
     """
     run.path.mkdir(parents=True, exist_ok=True)
     before = _written(run.job)
-    argv = [*start.command("ortlaunch"), *words]
+    argv = [*start.module_command("ortlaunch"), *words]
     with run.output.open("ab") as output:
         # No signal of a terminal or of a notebook's kernel reaches another session.
         process = subprocess.Popen(
-            [*ending_with_this_process(), argv[0], *argv] if with_caller else argv,
+            [*die_with_parent_prefix(), argv[0], *argv] if with_caller else argv,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -68,7 +68,7 @@ def start_detached(
     # Without it the ended command would be a zombie of this process.
     threading.Thread(target=process.wait, daemon=True).start()
     while process.poll() is None and _written(run.job) == before:
-        command = lock.command_at(run)
+        command = lock.last_command_of_run(run)
         if may_measure and command is not None and command.pid == process.pid:
             break
         time.sleep(_POLL_SECONDS)

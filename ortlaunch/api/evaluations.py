@@ -8,7 +8,7 @@ from ortlaunch.commands.evaluate import dry_run
 from ortlaunch.commands.export import chosen_step
 from ortlaunch.json_types import Json
 from ortlaunch.planning.world import LaunchOptions
-from ortlaunch.run_folder.folder import RunDir, read_json
+from ortlaunch.run_folder.folder import RunDir, read_own_json
 from ortlaunch.tasks import CheckpointStep
 
 
@@ -23,8 +23,8 @@ def evaluate(
     chosen = chosen_step(run, step)
     # Errors are raised here, before anything starts.
     dry_run(run, chosen, words, options)
-    folder = run.evaluation_of(chosen)
+    folder = run.evaluation_folder(chosen)
     command = ["evaluate", str(run), *words, f"--step={chosen}", *option_words(options)]
     start_detached(command, folder, {})
     wait(folder, progress)
-    return dict(read_json(folder.evaluation))
+    return dict(read_own_json(folder.evaluation))

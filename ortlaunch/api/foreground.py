@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ortlaunch.planning.world import LaunchOptions
-from ortlaunch.process import heeded
+from ortlaunch.process import signals_to_handle
 from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.resolve.resolve import resolve
 from ortlaunch.resolve.resume import ResumeOptions
 from ortlaunch.run import preview
-from ortlaunch.run.preparation import run_folder
+from ortlaunch.run.preparation import new_or_requested_run_folder
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.tasks import CheckpointStep
 
@@ -46,9 +46,9 @@ def train(
         # Not needed for a dry run, and slow to import.
         from ortlaunch.run import control
 
-        return control.train(resolved, run_dir, resume)
-    run = run_folder(run_dir, resolved, os.environ)
-    lines, command = preview.before_start(resolved, run, resume)
+        return control.run_training_command(resolved, run_dir, resume)
+    run = new_or_requested_run_folder(run_dir, resolved, os.environ)
+    lines, command = preview.preview_start(resolved, run, resume)
     print(*lines, sep="\n", file=sys.stderr)
     print(command)
     return 0
@@ -78,7 +78,7 @@ def sweep(
     """Run the trials of a sweep, print a line for each, and return the exit status."""
     from ortlaunch.api import sweeps
 
-    for number in heeded((signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)):
+    for number in signals_to_handle((signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)):
         signal.signal(number, signal.default_int_handler)
     try:
         ended = sweeps.sweep(recipe, *overrides, run_dir=run_dir, options=options, progress=True)

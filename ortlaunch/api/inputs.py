@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 from ortlaunch import recipe
 from ortlaunch.commands.prepare_data import audited
 from ortlaunch.errors import RecipeError
-from ortlaunch.machine import visible_gpus
+from ortlaunch.machine import visible_gpu_count
 from ortlaunch.recipe import Recipe, RecipeFile, inputs
 from ortlaunch.recipe.rules.rules import device_rules
 from ortlaunch.recipe.text.place import keys
 from ortlaunch.recipe.text.python_values import plain
 from ortlaunch.resolve.shipped import locate
-from ortlaunch.user_modules import broken_factories
+from ortlaunch.user_modules import unloadable_factories
 
 Source = str | os.PathLike[str] | Mapping[str, object] | Recipe
 """A recipe: a YAML file, the name of a shipped one, a mapping, or a loaded recipe."""
@@ -85,7 +85,7 @@ def validate(
     loaded = read(source, assignments, overrides)
     file, folder = loaded.file, loaded.path.parent
     # These need the disk; `load` has checked everything that the text alone shows.
-    absent = (*inputs.missing_files(file.recipe), *broken_factories(file.recipe, folder))
+    absent = (*inputs.missing_files(file.recipe), *unloadable_factories(file.recipe, folder))
     wrong = (*inputs.wrong_contents(file.recipe), *inputs.unknown_type(file.recipe))
     lines = [file.explain(problem) for problem in (*absent, *wrong)]
     # With several nodes this machine may only submit the run, so missing files are notes.
@@ -97,7 +97,7 @@ def validate(
     lines += file.recipe.sweep_lines()
     # Often a login node, so that this is a note, too.
     device = file.recipe.launch.device
-    here = ("cuda" if visible_gpus(os.environ) else "cpu") if device == "auto" else device
+    here = ("cuda" if visible_gpu_count(os.environ) else "cpu") if device == "auto" else device
     lines += [
         f"a training on this host ends with: {file.explain(each)}"
         for each in device_rules(file.recipe, here)

@@ -15,9 +15,9 @@ from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe import to_yaml
 from ortlaunch.resolve.prepare import request_of
 from ortlaunch.resolve.resolve import Command, ResolvedRun, resolve_file
-from ortlaunch.run.preview import preview, size_notes
+from ortlaunch.run.preview import choose_engine_without_measuring, unknown_micro_size_notes
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.tasks import PredictionRequest, answer_of
+from ortlaunch.tasks import PredictionRequest, run_task_for_answer
 
 
 class PlannedRun(NamedTuple):
@@ -37,7 +37,7 @@ class PlannedRun(NamedTuple):
         request = request_of(self.plan, RunDir(f"runs/{self.plan.name}-TIME"))
         command = str(request).splitlines()[-1]
         shown = describe(self.plan, self.resolved.file.recipe)
-        notes = size_notes(self.resolved)
+        notes = unknown_micro_size_notes(self.resolved)
         guess = lines(self.resolved.file.recipe, self.plan)
         return "\n".join([*self.resolved.notes, shown, *guess, *notes, f"command: {command}"])
 
@@ -50,7 +50,7 @@ class PlannedRun(NamedTuple):
             RunError: the model cannot be built here, or its work cannot be counted.
         """
         request = PredictionRequest(to_yaml(self.resolved.file.recipe), self.plan.to_json())
-        answer_of(request, shown=("stderr",))
+        run_task_for_answer(request, shown_streams=("stderr",))
 
     def differences(self, other: Path) -> list[str]:
         """Return a line for each difference from another recipe, run folder or plan.json."""
@@ -88,7 +88,9 @@ def planned(
     """Return the plan with all that belongs to it; errors are those of `plan`."""
     # The hosts of a plan need not exist.
     chosen = (options or LaunchOptions())._replace(planned_only=True)
-    return PlannedRun(preview(resolved(read(source, assignments, overrides), chosen)))
+    return PlannedRun(
+        choose_engine_without_measuring(resolved(read(source, assignments, overrides), chosen))
+    )
 
 
 def resolved(

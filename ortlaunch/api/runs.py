@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from ortlaunch.api.inputs import assignments_of
 from ortlaunch.api.waiting import wait
 from ortlaunch.json_types import Json
-from ortlaunch.launch.record import now
+from ortlaunch.launch.record import current_time_iso
 from ortlaunch.other_runs import listing, logs, requests, status
 from ortlaunch.other_runs import runs_table as table
 from ortlaunch.other_runs.registry import resolve_name
@@ -19,7 +19,7 @@ from ortlaunch.other_runs.requests import StopResult
 from ortlaunch.other_runs.status import Status
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.run_folder.lines import json_lines
+from ortlaunch.run_folder.lines import read_json_lines
 
 if TYPE_CHECKING:
     import pandas
@@ -68,7 +68,7 @@ class Run:
 
         The names are those of metrics.jsonl; `step` is in each. Damaged lines are left out.
         """
-        return json_lines(self._folder.metrics, "step").found
+        return read_json_lines(self._folder.metrics, "step").values
 
     def frame(self) -> pandas.DataFrame:
         """Return the metrics as a table of pandas, one row for each mapping."""
@@ -121,7 +121,7 @@ class Run:
             InputError: the run does not train now.
             LaunchError: it ended, or could not save.
         """
-        return self._folder.checkpoint(requests.checkpoint(self._folder))
+        return self._folder.checkpoint_folder(requests.checkpoint(self._folder))
 
     def restart(self) -> str:
         """Request an elastic run to save and start again; return a line with its hosts."""
@@ -246,7 +246,7 @@ class Run:
         from ortlaunch.report.records import read
 
         # In a frame: the page's styles must not change the notebook.
-        text = html.escape(page(read([self.path]), now()))
+        text = html.escape(page(read([self.path]), current_time_iso()))
         return f'<iframe srcdoc="{text}" width="100%" height="{_HEIGHT}" style="border:0"></iframe>'
 
 
@@ -275,4 +275,4 @@ def write_report(paths: Sequence[Path], to: Path | None, sweep: Picture | None =
     """Write one HTML page of runs, with the picture of their sweep, and return its path."""
     from ortlaunch.report import report
 
-    return report(paths, to, now(), sweep)
+    return report(paths, to, current_time_iso(), sweep)

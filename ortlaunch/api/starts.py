@@ -23,8 +23,12 @@ from ortlaunch.recipe import to_yaml
 from ortlaunch.resolve.resolve import MODULES_VARIABLE, ResolvedRun
 from ortlaunch.resolve.resume import AUTOMATIC, ResumeOptions
 from ortlaunch.run import preview
-from ortlaunch.run.preparation import claimed, run_folder, unclaimed
-from ortlaunch.run_folder.folder import RunDir, write_text
+from ortlaunch.run.preparation import (
+    claim_run_folder,
+    folder_for_checks,
+    new_or_requested_run_folder,
+)
+from ortlaunch.run_folder.folder import RunDir, write_text_atomically
 
 
 def train(
@@ -87,11 +91,11 @@ def started(
         raise PlanError(
             "this process is a rank of a launcher, whose ranks train: use `ortlaunch train` there"
         )
-    folder = run_folder(run_dir, found, os.environ)
+    folder = new_or_requested_run_folder(run_dir, found, os.environ)
     # The command prints the lines of these checks again, to output.txt.
     with contextlib.redirect_stdout(None):
-        preview.before_start(found, unclaimed(folder, run_dir), resume)
-    folder = claimed(folder) if run_dir is None else folder
+        preview.preview_start(found, folder_for_checks(folder, run_dir), resume)
+    folder = claim_run_folder(folder) if run_dir is None else folder
     recipe, variables = _recipe_words(loaded, found, folder)
     words = ["train", *recipe, f"--run-dir={folder}", *option_words(found.command.options)]
     words += [f"--resume={resume.choice}", *(f"--allow={name}" for name in resume.allow)]
@@ -109,7 +113,7 @@ def _recipe_words(
     if loaded.is_file:
         return [str(loaded.given), *loaded.overrides], {}
     # As for a queued run: the folder has the recipe, a variable the folder of the modules.
-    write_text(run.submitted, to_yaml(found.file.recipe))
+    write_text_atomically(run.submitted, to_yaml(found.file.recipe))
     return [str(run.submitted)], {MODULES_VARIABLE: os.path.abspath(found.command.modules)}
 
 

@@ -10,11 +10,11 @@ from ortlaunch.api.inputs import Source, read
 from ortlaunch.api.plans import resolved
 from ortlaunch.commands.submit import Queued, request_of, submit, without_effect
 from ortlaunch.errors import InputError
-from ortlaunch.launch import Request
+from ortlaunch.launch import LaunchRequest
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.resolve.resolve import ResolvedRun
-from ortlaunch.run.preparation import run_folder
-from ortlaunch.run.preview import preview
+from ortlaunch.run.preparation import new_or_requested_run_folder
+from ortlaunch.run.preview import choose_engine_without_measuring
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.schedulers import SCHEDULERS
 
@@ -52,7 +52,7 @@ class Submission(NamedTuple):
                 "sweep: a job is one run; `ortlaunch sweep` with sweep.submit=true queues a job for "
                 "each trial, and sweep=null queues the recipe's own values"
             )
-        return cls(found, run_folder(run_dir, found, os.environ), run_dir)
+        return cls(found, new_or_requested_run_folder(run_dir, found, os.environ), run_dir)
 
     @property
     def scheduler(self) -> str:
@@ -64,9 +64,9 @@ class Submission(NamedTuple):
         """Lines for the user."""
         return [*self.resolved.notes, *without_effect(self.resolved)]
 
-    def request(self) -> Request:
+    def request(self) -> LaunchRequest:
         """Return what would be sent to the scheduler."""
-        return request_of(preview(self.resolved), self.run, self.scheduler)
+        return request_of(choose_engine_without_measuring(self.resolved), self.run, self.scheduler)
 
     def send(self) -> Queued:
         """Queue the job."""

@@ -14,12 +14,12 @@ from ortlaunch.errors import InputError, PlanError, RunError
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe import Recipe, read_resolved, to_yaml
 from ortlaunch.resolve.prepare import differences
-from ortlaunch.run_folder.folder import json_text, write_text
+from ortlaunch.run_folder.folder import json_text, write_text_atomically
 from ortlaunch.run_folder.lock import RunLock
 from ortlaunch.search.folder import SweepDir
 from ortlaunch.search.parallel import picture
 from ortlaunch.search.study import Study, Trial, tie
-from ortlaunch.units import aligned
+from ortlaunch.units import align_columns
 
 # Fields that may change when a sweep is continued.
 _LIMITS = ("sweep.trials", "sweep.steps", "sweep.hours", "sweep.parallel")
@@ -92,7 +92,7 @@ class Sweep:
     def __str__(self) -> str:
         """Return a table of the trials and lines on the best, for a person."""
         trials = self.trials()
-        lines = aligned([("trial", "state", "steps", "result"), *map(_row, trials)])
+        lines = align_columns([("trial", "state", "steps", "result"), *map(_row, trials)])
         for one in self.best():
             lines.append(f"best: trial {one.number}; its recipe: {self.recipe(one.number)}")
             if note := tie(one, trials):
@@ -165,4 +165,4 @@ def _record(folder: SweepDir, recipe: Recipe) -> None:
                 f"{folder}: is the sweep of another recipe; give another --run-dir, or undo\n"
                 + "\n".join(changed)
             )
-    write_text(folder.run.recipe, to_yaml(recipe))
+    write_text_atomically(folder.run.recipe, to_yaml(recipe))

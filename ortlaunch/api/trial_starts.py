@@ -22,7 +22,7 @@ from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.schedulers import slurm
-from ortlaunch.units import counted
+from ortlaunch.units import count_with_noun
 
 # Between requests to Slurm's controller on a job; its metrics are read more often.
 _QUEUE_SECONDS = 5.0
@@ -116,7 +116,9 @@ def _filter(host: Host) -> str:
 def _each(number: int, parallel: int, noun: str) -> int:
     """Return how many of these a trial gets."""
     if number < parallel:
-        raise PlanError(f"sweep.parallel: got {parallel}, and {counted(number, noun)} for them")
+        raise PlanError(
+            f"sweep.parallel: got {parallel}, and {count_with_noun(number, noun)} for them"
+        )
     return number // parallel
 
 
@@ -124,11 +126,11 @@ def _of_this_machine(
     recipe: Recipe, parallel: int, environ: Mapping[str, str]
 ) -> list[dict[str, str]]:
     """Return the variables of each trial: its GPUs and cores."""
-    gpus = 0 if recipe.launch.device == "cpu" else machine.visible_gpus(environ)
+    gpus = 0 if recipe.launch.device == "cpu" else machine.visible_gpu_count(environ)
     each = _each(gpus, parallel, "GPU") if gpus else 0
     names = environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
     ranks = recipe.launch.processes_per_node or each or 1
-    threads = environ.get("OMP_NUM_THREADS") or str(machine.share_of_cores(parallel * ranks))
+    threads = environ.get("OMP_NUM_THREADS") or str(machine.threads_per_rank(parallel * ranks))
     parts = [names[each * slot : each * (slot + 1)] for slot in range(parallel)]
     return [
         {"OMP_NUM_THREADS": threads, **({"CUDA_VISIBLE_DEVICES": ",".join(part)} if gpus else {})}

@@ -22,11 +22,11 @@ from ortlaunch.other_runs import requests
 from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.recipe.space import assignments
 from ortlaunch.run_folder import lock
-from ortlaunch.run_folder.folder import RunDir, write_text
-from ortlaunch.run_folder.lines import json_lines
+from ortlaunch.run_folder.folder import RunDir, write_text_atomically
+from ortlaunch.run_folder.lines import read_json_lines
 from ortlaunch.search.folder import SweepDir
 from ortlaunch.search.study import Study
-from ortlaunch.units import number
+from ortlaunch.units import number_or_none
 
 Objective = Callable[[Run], float]
 _POLL_SECONDS = 0.5
@@ -125,12 +125,12 @@ class Trials:
         # The first start of this command: an earlier one may have queued the trial.
         job = None if starts else queued(run)
         # Of a sweep that was killed; they save and end.
-        while job is None and lock.alive_at(run):
+        while job is None and lock.living_process_ids(run):
             time.sleep(_POLL_SECONDS)
         if job is None and self._study.attribute(trial, "pruned"):
             self._end(trial, "pruned")
             return
-        if job is None and run.stopped_by_user():
+        if job is None and run.was_stopped_by_user():
             self._complete(trial)
             return
         twin = None if run.path.exists() else self._study.twin(trial)
@@ -181,7 +181,7 @@ class Trials:
         self._running.remove(one)
         pruned = self._study.attribute(one.number, "pruned")
         # A hook, or `ortlaunch stop`, has ended the trial for good.
-        if code == 0 or (code == EXIT_SAVED and not pruned and run.stopped_by_user()):
+        if code == 0 or (code == EXIT_SAVED and not pruned and run.was_stopped_by_user()):
             self._complete(one.number)
         elif pruned:
             self._end(one.number, "pruned")
@@ -206,7 +206,9 @@ class Trials:
         for path in {*self._folder.path.glob("best_*.yaml")} - set(best):
             path.unlink()
         for path, number_of in best.items():
-            write_text(path, self._folder.trial(number_of).recipe.read_text(encoding="utf-8"))
+            write_text_atomically(
+                path, self._folder.trial(number_of).recipe.read_text(encoding="utf-8")
+            )
 
     def _end(
         self, trial: int, state: str, values: tuple[float, ...] | None = None, reason: str = ""
@@ -222,11 +224,12 @@ class Trials:
         """Return the metrics of each evaluation of a run, by its number from 1."""
         names = [f"evaluation_{one.metric}" for one in self._study.sweep.metrics]
         every = self._loaded.file.recipe.train.evaluate_every_steps
-        rows = [line for line in json_lines(run.metrics, "step").found if names[0] in line]
+        rows = [line for line in read_json_lines(run.metrics, "step").values if names[0] in line]
         # A run that was stopped at the step of an evaluation has left that one out.
         return {
             math.ceil(row["step"] / every) if every else place: tuple(
-                math.nan if (value := number(row.get(name))) is None else value for name in names
+                math.nan if (value := number_or_none(row.get(name))) is None else value
+                for name in names
             )
             for place, row in enumerate(rows, 1)
         }
@@ -243,4 +246,6 @@ def _newest(run: RunDir) -> int:
 
 def _steps(run: RunDir) -> int:
     """Return the last step that a run has recorded."""
-    return max((int(line["step"]) for line in json_lines(run.metrics, "step").found), default=0)
+    return max(
+        (int(line["step"]) for line in read_json_lines(run.metrics, "step").values), default=0
+    )

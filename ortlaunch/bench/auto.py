@@ -30,7 +30,13 @@ from ortlaunch.bench.report import (
 )
 from ortlaunch.bench.turns import WARM_UP_STEPS, VariantJob
 from ortlaunch.bench.variants import ENGINES, Variant, engine_overrides, resolve_variant
-from ortlaunch.cache import cache_folder, changed, record_file, require_own, seal
+from ortlaunch.cache import (
+    cache_record_path,
+    make_cache_folder,
+    reason_seal_is_invalid,
+    require_not_writable_by_others,
+    seal_files,
+)
 from ortlaunch.errors import EngineError, OrtlaunchError, PlanError
 from ortlaunch.json_types import Json
 from ortlaunch.ortmodule.build import extensions
@@ -38,9 +44,9 @@ from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.resolve.prepare import differences
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.run_folder.engine_report import Choice, MeasuredEngine
-from ortlaunch.run_folder.folder import RunDir, read_json, write_json
+from ortlaunch.run_folder.folder import RunDir, read_own_json, write_json_atomically
 from ortlaunch.run_folder.records import as_json
-from ortlaunch.units import duration
+from ortlaunch.units import clock_duration
 from ortlaunch.version import __version__
 
 # Shorter than the bench of `ortlaunch bench`, because training waits for it.
@@ -92,7 +98,7 @@ def recorded_choice(resolved: ResolvedRun, run: RunDir) -> tuple[Choice, str] | 
             jobs.
     """
     today = digest(resolved)
-    kept = Choice.of(read_json(run.choice)) if run.choice.exists() else None
+    kept = Choice.from_record(read_own_json(run.choice)) if run.choice.exists() else None
     # A run with a checkpoint keeps its engine, even if the machine or a version has changed.
     if kept and (run.complete_checkpoints() or kept.key == today):
         return kept, "at the start of this run"
@@ -133,7 +139,7 @@ def measured(resolved: ResolvedRun, print_line: PrintLine) -> Choice:
             stopped.exit_status = EXIT_SAVED
         raise
     # Written before the decision, which may raise.
-    write_json(folder / "bench.json", report)
+    write_json_atomically(folder / "bench.json", report)
     print_line(table(report["variants"]))
     return decide(report["variants"], folder, resolved.file.recipe.train.max_steps)
 
@@ -161,7 +167,7 @@ def _require_worth(resolved: ResolvedRun, job: VariantJob) -> None:
     run = steps * job.ready["step"]
     if cost > _SHARE * run:
         raise TooLong(
-            f"a measurement of {duration(cost)} is more than {_SHARE:.0%} of {duration(run)}, as "
+            f"a measurement of {clock_duration(cost)} is more than {_SHARE:.0%} of {clock_duration(run)}, as "
             "predicted by eager's first steps"
         )
 
@@ -203,20 +209,20 @@ def remembered(resolved: ResolvedRun) -> Choice | None:
     if not path.exists():
         return None
     # The folder must be this user's. Otherwise another user could choose the engine.
-    require_own(path.parent)
-    why = changed(path.with_suffix(".seal"))
+    require_not_writable_by_others(path.parent)
+    why = reason_seal_is_invalid(path.with_suffix(".seal"))
     if why:
         print(f"{why}; forgotten", flush=True)
         # A record that does not match its seal is not trusted.
         path.unlink()
         return None
-    return Choice.of(read_json(path)["choice"])
+    return Choice.from_record(read_own_json(path)["choice"])
 
 
 def _nearest(resolved: ResolvedRun) -> str:
     """Return how the most similar remembered measurement differs from this run."""
     asked = key(resolved)
-    known = [read_json(path)["key"] for path in _path(resolved).parent.glob("*.json")]
+    known = [read_own_json(path)["key"] for path in _path(resolved).parent.glob("*.json")]
     apart = min((list(differences(other, asked)) for other in known), key=len, default=[])
     return f"; the nearest measurement differs in {', '.join(apart[:4])}" if apart else ""
 
@@ -231,10 +237,10 @@ def remember(resolved: ResolvedRun, choice: Choice) -> Choice:
         return choice
     kept = replace(choice, key=digest(resolved))
     record = {"key": key(resolved), "choice": as_json(kept)}
-    cache_folder("engines")
+    make_cache_folder("engines")
     path = _path(resolved)
-    write_json(path, record)
-    seal(path.with_suffix(".seal"), [path])
+    write_json_atomically(path, record)
+    seal_files(path.with_suffix(".seal"), [path])
     return kept
 
 
@@ -257,8 +263,8 @@ def shortest(figures: Mapping[str, MeasuredEngine], steps: int | None) -> str | 
     }
     if not able:
         return None
-    least = min(each.seconds_of(steps, "quartile_3") for each in able.values())
-    rivals = {n: each for n, each in able.items() if each.seconds_of(steps, "quartile_1") <= least}
+    least = min(each.run_seconds(steps, "quartile_3") for each in able.values())
+    rivals = {n: each for n, each in able.items() if each.run_seconds(steps, "quartile_1") <= least}
     return min(rivals, key=lambda name: rivals[name].first_step_seconds or 0.0)
 
 
@@ -317,7 +323,7 @@ def _brief(row: Json) -> MeasuredEngine:
 
 
 def _path(resolved: ResolvedRun) -> Path:
-    return record_file("engines", key(resolved))
+    return cache_record_path("engines", key(resolved))
 
 
 def digest(resolved: ResolvedRun) -> str:
@@ -345,7 +351,7 @@ def key(resolved: ResolvedRun) -> Json:
         "ranks": [host.slots for host in world.hosts],
         "device": world.device,
         "threads": world.threads,
-        "hardware": machine.hardware(),
+        "hardware": machine.hardware_record(),
         "versions": {
             "ortlaunch": __version__,
             "python": platform.python_version(),

@@ -12,8 +12,8 @@ from ortlaunch.bench.report import FAILED, MEASURED, passes, table, verdict
 from ortlaunch.bench.variants import ENGINES
 from ortlaunch.json_types import Json
 from ortlaunch.resolve.resolve import ResolvedRun
-from ortlaunch.run_folder.folder import RunDir, read_json, write_json
-from ortlaunch.run_folder.profile_record import lines
+from ortlaunch.run_folder.folder import RunDir, read_own_json, write_json_atomically
+from ortlaunch.run_folder.profile_record import profile_lines
 
 
 def bench(
@@ -39,7 +39,7 @@ def bench(
     folder = new_folder(out, resolved.file.recipe.name)
     report = measure(resolved, found, length, folder, lambda text: print(text, flush=True))
     rows = report["variants"]
-    write_json(folder / "bench.json", report)
+    write_json_atomically(folder / "bench.json", report)
     written = [folder / "bench.json"]
     measured = [row for row in rows if row["state"] == MEASURED]
     if picture and measured:
@@ -53,7 +53,7 @@ def bench(
     for path in filter(
         Path.exists, (RunDir(row["folder"]).profile for row in rows if "folder" in row)
     ):
-        print("", *lines(read_json(path)), f"written: {path}", sep="\n", flush=True)
+        print("", *profile_lines(read_own_json(path)), f"written: {path}", sep="\n", flush=True)
     # This bench measured all that engine auto would, so auto can use its result.
     if not engines and not vary and auto.long_enough(report):
         choice = auto.remember(

@@ -23,11 +23,11 @@ from ortlaunch.bench.turns import Failed, OnReady, VariantJob
 from ortlaunch.bench.variants import Variant, resolve_variant, variants
 from ortlaunch.errors import InputError, LaunchError, OrtlaunchError, PlanError
 from ortlaunch.json_types import Json
-from ortlaunch.process import heeded
+from ortlaunch.process import signals_to_handle
 from ortlaunch.resolve import provenance
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.units import human
+from ortlaunch.units import human_bytes
 
 # Load average for each core above which the machine counts as busy.
 _LEAST_BUSY_LOAD = 0.5
@@ -137,7 +137,7 @@ def measure(
         "launcher": world.launcher,
         "device": world.device,
         "nodes": [list(node) for node in world.nodes],
-        "hardware": machine.hardware(),
+        "hardware": machine.hardware_record(),
         "load": {"before": load, "after": os.getloadavg()},
         "environment": provenance.environment(),
         "variants": results(found, players),
@@ -207,7 +207,7 @@ def _stoppable() -> Iterator[None]:
 
     Later signals are ignored until then.
     """
-    numbers = heeded((signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1))
+    numbers = signals_to_handle((signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1))
 
     def stop(number: int, frame: FrameType | None) -> None:
         for each in numbers:
@@ -233,16 +233,16 @@ def _that_fits(length: Length, players: Sequence[VariantJob], print_line: PrintL
         return length
     needed = 0
     # The least of the machine's free memory and the limits of its control groups.
-    free = machine.tightest_free().free
+    free = machine.memory_limit_with_least_free().free_bytes
     for plan in plans:
         assert plan.memory is not None
         slots = plan.nodes[0].slots
         parts = dict(plan.memory.by_stage)[plan.memory.chosen]
-        needed += plan.memory.process.of_ranks(slots) + slots * parts.total
+        needed += plan.memory.process.bytes_of_ranks(slots) + slots * parts.total
     if needed <= free:
         return length
     print_line(
-        f"{len(plans)} variants would take {human(needed)} at once, and {human(free)} is free: "
+        f"{len(plans)} variants would take {human_bytes(needed)} at once, and {human_bytes(free)} is free: "
         "running one at a time, restarted in every round (--one-at-a-time)"
     )
     return length._replace(one_at_a_time=True)
@@ -250,8 +250,8 @@ def _that_fits(length: Length, players: Sequence[VariantJob], print_line: PrintL
 
 def _report_busy(print_line: PrintLine, load: Sequence[float]) -> None:
     """Warn if other processes make the figures noisy."""
-    others = machine.others_at_work()
-    cores = machine.hardware()["cores"] or 1
+    others = machine.busy_processes()
+    cores = machine.hardware_record()["cores"] or 1
     if others or load[0] > _LEAST_BUSY_LOAD * cores:
         print_line(
             f"WARNING: this machine is busy (load {load[0]:.1f} on {cores} cores), so times are "

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from ortlaunch.bench.turns import VariantJob
 from ortlaunch.bench.variants import Variant
 from ortlaunch.json_types import Json
-from ortlaunch.run_folder.cause_text import OURS
-from ortlaunch.units import aligned, human
+from ortlaunch.run_folder.cause_text import COMMAND_PREFIX
+from ortlaunch.units import align_columns, human_bytes
 
 _HEAD = (
     "variant",
@@ -192,7 +192,7 @@ def table(rows: Sequence[Json]) -> str:
         for column in zip(*cells)
         if set(column[1:]) != {"-"}
     ]
-    return "\n".join([*aligned(zip(*columns), right=True), *_notes(rows)])
+    return "\n".join([*align_columns(zip(*columns), numbers_right=True), *_notes(rows)])
 
 
 def _cells(row: Json) -> tuple[str, ...]:
@@ -206,7 +206,7 @@ def _cells(row: Json) -> tuple[str, ...]:
         f"{row['samples_per_second']:,.1f}",
         f"{tokens:,.0f}" if tokens else "-",
         f"{mfu:.1%}" if mfu else "-",
-        human(max(row["memory"])),
+        human_bytes(max(row["memory"])),
         f"{row['first_step']['since_launch']:.1f} s",
         _parity_cell(row["parity"]),
         f"{row['ratio']:.2f} x",
@@ -253,5 +253,5 @@ def _notes(rows: Sequence[Json]) -> list[str]:
 def short_reason(reason: str) -> str:
     """Return one line of a failure's text: an error's message, or the end of a traceback."""
     # The command's own lines follow the reason.
-    said = reason.partition(f"\n\n{OURS}")[0].strip().splitlines() or [""]
+    said = reason.partition(f"\n\n{COMMAND_PREFIX}")[0].strip().splitlines() or [""]
     return said[-1] if said[0].startswith("Traceback") else said[0]

@@ -13,11 +13,11 @@ from typing import Any
 
 from ortlaunch.bench.variants import Variant
 from ortlaunch.json_types import Json
-from ortlaunch.launch import JobState, backend
-from ortlaunch.launch.failure import explain_end
+from ortlaunch.launch import JobState, load_backend
+from ortlaunch.launch.failure import classify_run_end
 from ortlaunch.process import wait_until
 from ortlaunch.resolve.prepare import write_run
-from ortlaunch.run_folder.folder import RunDir, write_json
+from ortlaunch.run_folder.folder import RunDir, write_json_atomically
 
 # Steps before the measured ones, in which engines compile and caches fill.
 WARM_UP_STEPS = 3
@@ -67,8 +67,10 @@ class VariantJob:
         self.run.order.unlink(missing_ok=True)
         self.run.results.unlink(missing_ok=True)
         self._number = self._read = 0
-        write_json(self.run.bench, {"launched": time.time(), "warm_up_steps": WARM_UP_STEPS})
-        self._job = backend(plan.launcher).submit(request, self.run.output)
+        write_json_atomically(
+            self.run.bench, {"launched": time.time(), "warm_up_steps": WARM_UP_STEPS}
+        )
+        self._job = load_backend(plan.launcher).submit(request, self.run.output)
         answer = self._answer()
         # A job that starts again for each turn would report times with warm caches.
         if not self.ready:
@@ -86,7 +88,7 @@ class VariantJob:
     def _do(self, order: dict[str, object]) -> Json:
         """Write an order, and return its answer."""
         self._number += 1
-        write_json(self.run.order, {"number": self._number, **order})
+        write_json_atomically(self.run.order, {"number": self._number, **order})
         return self._answer()
 
     def _answer(self) -> dict[str, object]:
@@ -108,24 +110,26 @@ class VariantJob:
     def _check(self) -> None:
         """Raise Failed if the job has ended."""
         assert self.variant.resolved is not None
-        launcher = backend(self.variant.resolved.plan.launcher)
+        launcher = load_backend(self.variant.resolved.plan.launcher)
         if launcher.state(self._job) is not JobState.RUNNING:
             job = self._job
             self._job = None
-            end = explain_end(self.run, launcher.wait(job), None, job.ended_by, job.oom_kills)
+            end = classify_run_end(
+                self.run, launcher.wait(job), None, job.foreign_signal, job.oom_kills
+            )
             raise Failed(end.text if end.status else "it ended early without an error")
 
     def leave(self) -> None:
         """Let the job end by itself, and cancel it if it does not."""
         if not self.alive or self.variant.resolved is None:
             return
-        write_json(self.run.order, {"number": self._number + 1, "do": "leave"})
-        launcher = backend(self.variant.resolved.plan.launcher)
+        write_json_atomically(self.run.order, {"number": self._number + 1, "do": "leave"})
+        launcher = load_backend(self.variant.resolved.plan.launcher)
         wait_until(lambda: launcher.state(self._job) is not JobState.RUNNING, _LEAVE_SECONDS)
         self.cancel()
 
     def cancel(self) -> None:
         """End the job now, with all processes that it started."""
         if self.alive and self.variant.resolved is not None:
-            backend(self.variant.resolved.plan.launcher).cancel(self._job)
+            load_backend(self.variant.resolved.plan.launcher).cancel(self._job)
             self._job = None

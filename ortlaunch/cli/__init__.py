@@ -23,8 +23,8 @@ from ortlaunch.cli.setup import import_config, recipes, schema, setup, shipped
 from ortlaunch.cli.summaries import SUMMARIES
 from ortlaunch.cli.training import bench, data, parity, plan, sweep, train, validate
 from ortlaunch.errors import HostfileError, InputError, OrtlaunchError, RecipeError
-from ortlaunch.file_errors import explained
-from ortlaunch.output import guarded, output_columns
+from ortlaunch.file_errors import explain_os_error
+from ortlaunch.output import guard_standard_output, output_columns
 from ortlaunch.units import wrap_lines
 
 # The option for the output folder, if it is not --run-dir; error messages suggest it.
@@ -114,7 +114,7 @@ def main() -> None:
     """Run the command line; errors for the user are printed without a traceback."""
     # With the freeze below, it saves a tenth of the time of a short command.
     gc.disable()
-    with guarded():
+    with guard_standard_output():
         try:
             _refuse_undecodable(sys.argv[1:])
             sys.argv[1:] = filterfalse(_is_of_a_launcher, sys.argv[1:])
@@ -125,7 +125,7 @@ def main() -> None:
         except OrtlaunchError as error:
             sys.exit(_print_error(f"ortlaunch: {error}", error))
         except OSError as error:
-            told = explained(error, _PLACES.get("".join(sys.argv[1:2]), "--run-dir"))
+            told = explain_os_error(error, _PLACES.get("".join(sys.argv[1:2]), "--run-dir"))
             # An unknown error is a bug, so its traceback is needed.
             if told is None:
                 raise

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ortlaunch.launchers import refusal
+from ortlaunch.launchers import reason_launcher_is_refused
 
 
 def shipped_recipes(incomplete: str) -> list[str]:
@@ -179,7 +179,7 @@ def _launch_options(
     # Imported here, as in all verbs: `--help` must not load the planning.
     from ortlaunch.planning.world import LaunchOptions
 
-    if refused := refusal(launcher):
+    if refused := reason_launcher_is_refused(launcher):
         raise typer.BadParameter(refused, param_hint="--launcher")
     # Only the command line reads it: commands.jsonl and the command that continues a run.
     return LaunchOptions(

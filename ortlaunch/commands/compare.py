@@ -23,7 +23,7 @@ def compare(first: RunDir, second: RunDir) -> list[str]:
         InputError: a folder is no run's, or the run has not begun.
     """
     results = _result(first), _result(second)
-    changes = origin.differences(_origin(first), _origin(second))
+    changes = origin.origin_changes(_origin(first), _origin(second))
     return [
         *(change.text for change in changes),
         *_modules(first, second),
@@ -41,8 +41,8 @@ def _origin(run: RunDir) -> Json:
     if not run.plan.exists() or not run.recipe.exists():
         raise InputError(f"{run}: has not begun, so it has no record to compare")
     saved = run.complete_checkpoints()
-    made = origin.read(saved[-1][1]) if saved else None
-    return made or origin.of_run(run, read_resolved(run.recipe))
+    made = origin.read_checkpoint_origin(saved[-1][1]) if saved else None
+    return made or origin.origin_of_run(run, read_resolved(run.recipe))
 
 
 def _modules(first: RunDir, second: RunDir) -> Iterator[str]:

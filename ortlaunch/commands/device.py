@@ -17,7 +17,7 @@ from ortlaunch.errors import InputError
 from ortlaunch.recipe import load, to_yaml
 from ortlaunch.run_folder.device_folder import DeviceFolder
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.run_folder.held import held
+from ortlaunch.run_folder.held import hold_checkpoint
 from ortlaunch.tasks import DeviceRequest, ImportRequest
 
 # Fields of the recipe that can change on a device; the others are fixed in the graphs.
@@ -54,8 +54,10 @@ def import_checkpoint(
     _require_checkpoints([str(chosen)])
     run = RunDir(folder)
     # A training may still run: the checkpoint must not be deleted meanwhile.
-    with held(run, lambda: chosen_step(run, step)) as found:
-        return tasks.run_alone(ImportRequest(str(place), str(chosen), str(run), found, str(to)))
+    with hold_checkpoint(run, lambda: chosen_step(run, step)) as found:
+        return tasks.run_task_alone(
+            ImportRequest(str(place), str(chosen), str(run), found, str(to))
+        )
 
 
 def _require_new(to: str | None) -> None:
@@ -96,12 +98,12 @@ def start(request: DeviceRequest, overrides: tuple[str, ...] | None) -> int:
         _make_place(Path(request.to or ""), own)
     if overrides is not None:
         request = request._replace(recipe=_recipe(place, overrides))
-    return tasks.run_alone(request)
+    return tasks.run_task_alone(request)
 
 
 def _artifacts(folder: str) -> DeviceFolder:
     place = DeviceFolder(folder)
-    if missing := place.missing():
+    if missing := place.missing_files():
         raise InputError(
             f"{place} is not a folder of training artifacts: it lacks {', '.join(missing)}; "
             "ortlaunch export RUN --format ondevice writes one"

@@ -15,7 +15,7 @@ from ortlaunch.resolve.resolve import MODULES_VARIABLE, ResolvedRun, resolve
 from ortlaunch.resolve.resume import ResumeOptions
 from ortlaunch.run import control
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.run_folder.held import held
+from ortlaunch.run_folder.held import hold_checkpoint
 from ortlaunch.tasks import CheckpointStep
 
 
@@ -28,11 +28,11 @@ def evaluate(
         InputError: the run or checkpoint does not exist, or the recipe has no evaluation data.
     """
     # Training may still run, so hold the checkpoint: it must not be deleted during the evaluation.
-    with held(run, lambda: chosen_step(run, step)) as chosen:
+    with hold_checkpoint(run, lambda: chosen_step(run, step)) as chosen:
         print_best(run, step, chosen, sys.stdout)
-        resume = ResumeOptions(str(run.checkpoint(chosen)))
-        return control.train(
-            _resolved(run, overrides, options), run.evaluation_of(chosen).path, resume
+        resume = ResumeOptions(str(run.checkpoint_folder(chosen)))
+        return control.run_training_command(
+            _resolved(run, overrides, options), run.evaluation_folder(chosen).path, resume
         )
 
 
@@ -40,7 +40,7 @@ def dry_run(
     run: RunDir, step: CheckpointStep, overrides: tuple[str, ...], options: LaunchOptions
 ) -> str:
     """Return the request that would be sent to the launcher."""
-    folder = run.evaluation_of(chosen_step(run, step))
+    folder = run.evaluation_folder(chosen_step(run, step))
     return str(request_of(_resolved(run, overrides, options).plan, folder))
 
 

@@ -51,7 +51,9 @@ def evaluate(model: Path, recipe: Path | None, overrides: tuple[str, ...], as_js
     source = run.recipe if run else locate(recipe or Path())
     modules = Plan.read(run.plan).modules if run else str(source.parent.absolute())
     resolved = to_yaml(_recipe(source, model, overrides))
-    return tasks.run_alone(tasks.ModelEvaluationRequest(str(model), resolved, modules, as_json))
+    return tasks.run_task_alone(
+        tasks.ModelEvaluationRequest(str(model), resolved, modules, as_json)
+    )
 
 
 def _file(model: Path) -> Path:

@@ -9,9 +9,9 @@ from typing import NamedTuple, TextIO
 
 from ortlaunch import tasks
 from ortlaunch.errors import InputError
-from ortlaunch.run_folder.folder import RunDir, read_json
-from ortlaunch.run_folder.held import held
-from ortlaunch.run_folder.lines import json_lines
+from ortlaunch.run_folder.folder import RunDir, read_own_json
+from ortlaunch.run_folder.held import hold_checkpoint
+from ortlaunch.run_folder.lines import read_json_lines
 from ortlaunch.tasks import CheckpointStep, ExportRequest, PushRequest
 
 # Values of --format and of --lora.
@@ -49,7 +49,7 @@ def export(run: RunDir, options: ExportOptions, shown: Collection[str] = ()) -> 
             "--push uploads a model in --format huggingface or onnx; got --format ondevice"
         )
     # If the training still runs, it must not delete the checkpoint during the export.
-    with held(run, lambda: chosen_step(run, step)) as chosen:
+    with hold_checkpoint(run, lambda: chosen_step(run, step)) as chosen:
         if shown:
             print_best(run, step, chosen, sys.stdout)
         return _export(run, options, chosen, shown)
@@ -57,19 +57,21 @@ def export(run: RunDir, options: ExportOptions, shown: Collection[str] = ()) -> 
 
 def _export(run: RunDir, options: ExportOptions, step: int, shown: Collection[str]) -> Path:
     _, to, form, push, lora = options
-    folder = to or run.exported(step, form)
+    folder = to or run.export_folder(step, form)
     # An export takes long, so the access to the hub is checked first.
     if push:
-        tasks.answer_of(PushRequest(push), shown)
+        tasks.run_task_for_answer(PushRequest(push), shown)
     # For an upload the export of an earlier command is good enough.
     if not (push and lora is None and _is_written(run, step, folder, form)):
         if folder.exists():
             raise InputError(
                 f"{folder} exists already; remove it, or give another folder with --to"
             )
-        tasks.answer_of(ExportRequest(str(run), step, str(folder), form, lora or ""), shown)
+        tasks.run_task_for_answer(
+            ExportRequest(str(run), step, str(folder), form, lora or ""), shown
+        )
     if push:
-        tasks.answer_of(PushRequest(push, str(run), step, str(folder)), shown)
+        tasks.run_task_for_answer(PushRequest(push, str(run), step, str(folder)), shown)
     return folder
 
 
@@ -77,7 +79,7 @@ def _is_written(run: RunDir, step: int, folder: Path, form: str) -> bool:
     """Whether an earlier command wrote the same export there."""
     if not folder.exists():
         return False
-    lines = json_lines(run.exports, "step", "format", "folder").found
+    lines = read_json_lines(run.exports, "step", "format", "folder").values
     return (step, form, str(folder.absolute())) in [
         (line["step"], line["format"], line["folder"]) for line in lines if not line.get("error")
     ]
@@ -85,7 +87,7 @@ def _is_written(run: RunDir, step: int, folder: Path, form: str) -> bool:
 
 def best_step(run: RunDir) -> int | None:
     """Return the step of the best checkpoint that is kept; None before the end of a training."""
-    best = read_json(run.summary).get("best") if run.summary.exists() else None
+    best = read_own_json(run.summary).get("best") if run.summary.exists() else None
     return best["step"] if best and best["step"] in dict(run.complete_checkpoints()) else None
 
 

@@ -11,8 +11,8 @@ from ortlaunch.commands.export import chosen_step, print_best
 from ortlaunch.errors import InputError
 from ortlaunch.recipe import Recipe, read_resolved
 from ortlaunch.recipe.fields.data import uses_template
-from ortlaunch.run_folder.folder import RunDir, read_json
-from ortlaunch.run_folder.held import held
+from ortlaunch.run_folder.folder import RunDir, read_own_json
+from ortlaunch.run_folder.held import hold_checkpoint
 from ortlaunch.tasks import GenerationRequest
 
 # Folders from RUN/exports/step_N up to RUN.
@@ -39,16 +39,16 @@ def generate(request: GenerationRequest, progress: bool = False) -> str:
         # A training may still run: the checkpoint must not be deleted meanwhile.
         if step is not None:
             run = RunDir(model)
-            step = stack.enter_context(held(run, lambda: chosen_step(run, request.step)))
+            step = stack.enter_context(hold_checkpoint(run, lambda: chosen_step(run, request.step)))
         # On stderr, so that stdout has the text alone.
         if progress:
-            place = model if step is None else RunDir(model).checkpoint(step)
+            place = model if step is None else RunDir(model).checkpoint_folder(step)
             print(f"model: {place}", file=sys.stderr, flush=True)
             if step is not None:
                 print_best(run, request.step, step, sys.stderr)
         chats = False if request.raw else chats
         chosen = request._replace(model=str(model), step=step, chats=chats)
-        text = tasks.answer_of(chosen, ("stderr",) if progress else ())
+        text = tasks.run_task_for_answer(chosen, ("stderr",) if progress else ())
         # Without the newline that the process prints last.
         return text.removesuffix("\n")
 
@@ -80,7 +80,7 @@ def _source(request: GenerationRequest) -> tuple[Path, int | None, bool | None]:
 
 def _exported_step(run: RunDir) -> int | None:
     """Return the step of export/; None before the end of a training."""
-    summary = read_json(run.summary) if run.summary.exists() else {}
+    summary = read_own_json(run.summary) if run.summary.exists() else {}
     best = summary.get("best") or {}
     return best["step"] if best.get("exported") else summary.get("steps")
 
@@ -106,7 +106,7 @@ def _require_causal(folder: Path) -> Path:
             f"{folder} is neither a run folder (plan.json) nor a folder of a transformers model "
             "(config.json)"
         )
-    classes = read_json(config).get("architectures") or []
+    classes = read_own_json(config).get("architectures") or []
     if not any(name.endswith(_CAUSAL) for name in classes):
         raise InputError(
             f"{folder} contains a {', '.join(classes) or 'model without a class'}; only causal "

@@ -13,7 +13,7 @@ from ortlaunch.launch_plan import Plan
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.resolve import shipped
 from ortlaunch.resolve.resolve import resolve
-from ortlaunch.run.preview import preview
+from ortlaunch.run.preview import choose_engine_without_measuring
 from ortlaunch.run_folder.folder import RunDir
 
 
@@ -56,7 +56,9 @@ def _of_recipe(path: Path, context: PlanContext) -> Plan:
     chosen = recipe.load(shipped.locate(path)).recipe.launch.device
     # Else a different `auto` could appear as a difference of the recipes.
     same = (f"launch.device={context.device}",) if chosen == "auto" else ()
-    return preview(resolve(path, same, context.options, context.environ)).plan
+    return choose_engine_without_measuring(
+        resolve(path, same, context.options, context.environ)
+    ).plan
 
 
 def differences(before: Plan, after: Plan) -> list[str]:

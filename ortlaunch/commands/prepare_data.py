@@ -22,12 +22,12 @@ def prepare(recipe: Recipe) -> int:
             "`ortlaunch data show` shows some of them"
         )
     # In a process of its own, which imports the libraries that read data.
-    return tasks.run_alone(tasks.DataRequest(to_yaml(recipe)))
+    return tasks.run_task_alone(tasks.DataRequest(to_yaml(recipe)))
 
 
 def show(recipe: Recipe, samples: int, as_json: bool) -> int:
     """Print samples of the recipe's data and an audit, and return the process's exit status."""
-    return tasks.run_alone(_request(recipe, samples, as_json))
+    return tasks.run_task_alone(_request(recipe, samples, as_json))
 
 
 def audited(recipe: Recipe, samples: int) -> Json:
@@ -36,7 +36,7 @@ def audited(recipe: Recipe, samples: int) -> Json:
     Raises:
         RunError: the data cannot be read.
     """
-    found: Json = json.loads(tasks.answer_of(_request(recipe, samples, as_json=True)))
+    found: Json = json.loads(tasks.run_task_for_answer(_request(recipe, samples, as_json=True)))
     return found
 
 

@@ -21,17 +21,17 @@ from ortlaunch import start
 from ortlaunch.doctor import fabric
 from ortlaunch.doctor.finding import FAILED, OK, WARNING, Finding
 from ortlaunch.errors import InputError, MissingDependency, PlanError
-from ortlaunch.launch import backend
-from ortlaunch.launch.failure import explain_end
+from ortlaunch.launch import load_backend
+from ortlaunch.launch.failure import classify_run_end
 from ortlaunch.launch.mpi import find_mpirun
 from ortlaunch.launch_plan import Plan
 from ortlaunch.planning.hosts import Host, read_hostfile, select
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.resolve.prepare import write_run
 from ortlaunch.resolve.resolve import resolve
-from ortlaunch.run.checkup import CheckupOptions, checkup, with_job
-from ortlaunch.run_folder.folder import RunDir, read_json
-from ortlaunch.run_folder.lines import json_lines
+from ortlaunch.run.checkup import CheckupOptions, add_slurm_job_hosts, check_hosts_or_this_machine
+from ortlaunch.run_folder.folder import RunDir, read_own_json
+from ortlaunch.run_folder.lines import read_json_lines
 
 # Largest difference of losses: ranks add the same samples in another order.
 _TOLERANCE = 1e-5
@@ -149,9 +149,9 @@ def selftest(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "selftest_model.py").write_text(_MODULE, encoding="utf-8")
     (folder / "recipe.yaml").write_text(_RECIPE % _global_size(hosts, options), encoding="utf-8")
-    place = CheckupOptions(folder, port=request.port, ports=request.ports)
+    place = CheckupOptions(folder, port=request.port, port_range=request.ports)
     measured = (*_MEASURED, *request.overrides)
-    checked = checkup(folder / "recipe.yaml", measured, options, place, environ)
+    checked = check_hosts_or_this_machine(folder / "recipe.yaml", measured, options, place, environ)
     yield from checked
     if any(finding.verdict == FAILED for finding in checked):
         yield Finding(
@@ -176,7 +176,7 @@ def _measure(
     folder: Path, overrides: Sequence[str], options: LaunchOptions, environ: Mapping[str, str]
 ) -> Sequence[Finding]:
     """Start ranks as for a training, and return findings on their measured rates and links."""
-    options = with_job(options, environ)._replace(task="fabric")
+    options = add_slurm_job_hosts(options, environ)._replace(task="fabric")
     resolved = resolve(folder / "recipe.yaml", tuple(overrides), options, environ)
     if resolved.world.inside is not None:
         raise PlanError(
@@ -185,18 +185,20 @@ def _measure(
     run = RunDir(folder / "fabric")
     plan = resolved.plan
     request = write_run(run, resolved.file.recipe, plan)
-    launcher = backend(plan.launcher)
+    launcher = load_backend(plan.launcher)
     log = run.path / "output.txt"
     # The ranks are a part of this command: SIGUSR1, too, has to end them.
     job = launcher.submit(request._replace(notice_ends=True), log)
-    end = explain_end(run, launcher.wait(job), job.signal, job.ended_by, job.oom_kills)
-    if job.signal is not None:
-        sys.exit(128 + job.signal)
+    end = classify_run_end(
+        run, launcher.wait(job), job.user_signal, job.foreign_signal, job.oom_kills
+    )
+    if job.user_signal is not None:
+        sys.exit(128 + job.user_signal)
     if end.status or not run.fabric.exists():
         return [
             Finding("all", "ranks", FAILED, f"the measurement failed: {end.text}", f"see {log}")
         ]
-    return fabric.judge(read_json(run.fabric), plan.nodes)
+    return fabric.judge(read_own_json(run.fabric), plan.nodes)
 
 
 def _hosts(options: LaunchOptions) -> Sequence[Host]:
@@ -262,7 +264,7 @@ def _train(folder: Path, training: Training, overrides: Sequence[str]) -> Traine
     run = RunDir(folder / training.name.replace(", ", "-"))
     began = time.monotonic()
     log = folder / f"{run.path.name}.log"
-    command = start.command("ortlaunch.cli")
+    command = start.module_command("ortlaunch.cli")
     words = (
         training.verb,
         str(folder / "recipe.yaml"),
@@ -308,7 +310,7 @@ def _where(plan: Plan) -> str:
 
 
 def _losses(run: RunDir) -> tuple[float, ...]:
-    records = json_lines(run.metrics).found
+    records = read_json_lines(run.metrics).values
     return tuple(record["loss"] for record in records if "loss" in record)
 
 

@@ -9,31 +9,31 @@ from typing import NamedTuple
 
 from ortlaunch import recipe, start
 from ortlaunch.errors import PlanError
-from ortlaunch.launch import JobState, Request
-from ortlaunch.launch.record import JobRecord, now
+from ortlaunch.launch import JobState, LaunchRequest
+from ortlaunch.launch.record import JobRecord, current_time_iso
 from ortlaunch.other_runs import registry
 from ortlaunch.other_runs.status import read_status
 from ortlaunch.recipe import inputs
 from ortlaunch.resolve.prepare import check_folder, earlier
 from ortlaunch.resolve.resolve import MODULES_VARIABLE, ResolvedRun
 from ortlaunch.run import micro_size
-from ortlaunch.run.preparation import claimed, unclaimed
-from ortlaunch.run_folder.folder import RunDir, write_text
+from ortlaunch.run.preparation import claim_run_folder, folder_for_checks
+from ortlaunch.run_folder.folder import RunDir, write_text_atomically
 from ortlaunch.schedulers import SCHEDULERS, QueuedRun, scheduler
-from ortlaunch.user_modules import broken_factories
+from ortlaunch.user_modules import unloadable_factories
 
 
-def request_of(resolved: ResolvedRun, run: RunDir, name: str) -> Request:
+def request_of(resolved: ResolvedRun, run: RunDir, name: str) -> LaunchRequest:
     """Return the request for the scheduler, without side effects."""
     chosen = resolved.file.recipe
     _check_restarts(chosen)
     # Paths of this host's Python do not exist in an image.
     container = chosen.submit.container is not None
-    command = ("ortlaunch",) if container else start.command("ortlaunch.cli")
+    command = ("ortlaunch",) if container else start.module_command("ortlaunch.cli")
     concluding = (
         ("python3", "-m", "ortlaunch.other_runs.ended")
         if container
-        else start.command("ortlaunch.other_runs.ended")
+        else start.module_command("ortlaunch.other_runs.ended")
     )
     job = QueuedRun(
         plan=resolved.plan,
@@ -121,27 +121,29 @@ def submit(resolved: ResolvedRun, chosen: Path | None, run: RunDir, name: str) -
     missing = [
         *inputs.missing_files(chosen_recipe),
         *inputs.wrong_contents(chosen_recipe),
-        *broken_factories(chosen_recipe, resolved.command.modules),
+        *unloadable_factories(chosen_recipe, resolved.command.modules),
     ]
     # An image or another cluster has files that this host need not have.
     if not SCHEDULERS[name].elsewhere and chosen_recipe.submit.container is None:
         resolved.file.require(missing)
     # The ranks of a job of several cannot start the trials that find a size.
-    if micro_size.is_requested(resolved.file.recipe) and resolved.world.ranks > 1:
-        micro_size.refuse_inside()
+    if micro_size.is_search_requested(resolved.file.recipe) and resolved.world.ranks > 1:
+        micro_size.refuse_search_in_rank()
     if chosen is not None and run.job.exists() and not read_status(run).state.is_end:
         raise PlanError(
             f"--run-dir {run}: its run has not ended, or is queued; `ortlaunch cancel {run}` "
             "ends it"
         )
-    checked = unclaimed(run, chosen)
+    checked = folder_for_checks(run, chosen)
     notes = check_folder(checked, earlier(checked, resolved), resolved)
-    run = claimed(run) if chosen is None else run
+    run = claim_run_folder(run) if chosen is None else run
     run.logs.mkdir(parents=True, exist_ok=True)
     # Not recipe.yaml: rank 0 writes that file when it prepares the folder.
-    write_text(run.submitted, recipe.to_yaml(resolved.file.recipe))
+    write_text_atomically(run.submitted, recipe.to_yaml(resolved.file.recipe))
     number = scheduler(name).submit(request_of(resolved, run, name))
     # After the submission, because the record needs the job's id.
-    JobRecord(name, number, socket.gethostname(), "", "", now(), JobState.PENDING).write(run)
+    JobRecord(
+        name, number, socket.gethostname(), "", "", current_time_iso(), JobState.PENDING
+    ).write(run)
     registry.add(run)
     return Queued(number, run, (*notes, f"run folder: {run}"))

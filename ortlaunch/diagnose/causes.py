@@ -9,7 +9,7 @@ from ortlaunch.cause import Cause, Failure
 from ortlaunch.diagnose.evidence import Evidence
 from ortlaunch.recipe import read_resolved
 from ortlaunch.recipe.inputs import RATE, doubtful
-from ortlaunch.run_folder.cause_text import advice
+from ortlaunch.run_folder.cause_text import advice_for_failure
 
 
 def cause_of(found: Evidence) -> Failure:
@@ -20,7 +20,7 @@ def cause_of(found: Evidence) -> Failure:
         return Failure(Cause.ENDED_WELL)
     # A rank's own record names the exception; the command only sees exit statuses and signals.
     if found.first:
-        return _with_precision(Failure.of_record(found.first), found)
+        return _with_precision(Failure.from_error_record(found.first), found)
     if found.failure is None or (found.failure.cause is Cause.UNKNOWN and not found.failure.detail):
         return Failure(
             Cause.UNKNOWN, f"the run ended with status {found.status} and without an error record"
@@ -57,12 +57,12 @@ def advice_for(failure: Failure, found: Evidence) -> tuple[str, ...]:
     """
     if failure.cause is Cause.HANG:
         stacks = f"see the stack traces of all ranks: {found.run.errors}/stacks_*.txt"
-        return (stacks, *advice(failure))
+        return (stacks, *advice_for_failure(failure))
     if failure.cause in (Cause.NOT_FINITE, Cause.LOSS_SPIKE, Cause.LOSS_SCALE_COLLAPSE):
         # At such a rate every batch fails: neither the samples nor a rollback matter.
-        return tuple(_rate_doubts(found)) or advice(failure)
+        return tuple(_rate_doubts(found)) or advice_for_failure(failure)
     if failure.cause is not Cause.GRAPH_CRASH:
-        return advice(failure)
+        return advice_for_failure(failure)
     saved = found.run.complete_checkpoints()
     begin = (
         f"goes on with --run-dir={found.run} after step {saved[-1][0]}, its newest checkpoint"
@@ -71,5 +71,5 @@ def advice_for(failure: Failure, found: Evidence) -> tuple[str, ...]:
     )
     return (
         f"engine.name=eager trains in PyTorch, without ONNX Runtime, and {begin}",
-        *advice(failure),
+        *advice_for_failure(failure),
     )

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from ortlaunch.cause import Cause, Failure
 from ortlaunch.json_types import Json, open_regular
-from ortlaunch.launch.failure import failure_order
+from ortlaunch.launch.failure import error_record_sort_key
 from ortlaunch.launch_plan import Plan
-from ortlaunch.run_folder.folder import RunDir, account
-from ortlaunch.run_folder.lines import Lines, take_line
+from ortlaunch.run_folder.folder import RunDir, read_error_record
+from ortlaunch.run_folder.lines import JsonLines, parse_and_add_line
 
 _LAST_LINES = 12  # enough for the end of a traceback
 # A log may be gigabytes; only its end is read.
@@ -59,29 +59,29 @@ def read(
     run: RunDir, state: str, status: int | None, text: str, failure: Failure | None
 ) -> Evidence:
     """Read the error records of the ranks and combine them with the command's facts."""
-    records = [account(path) for path in run.error_records]
+    records = [read_error_record(path) for path in run.error_record_paths]
     return Evidence(
         run,
         state,
         status,
         text,
         failure,
-        sorted(records, key=failure_order),
+        sorted(records, key=error_record_sort_key),
     )
 
 
 def last_lines(run: RunDir, rank: int) -> list[str]:
     """Return the last lines of a rank's error log."""
-    return _tail(run.log(rank, "err"))[-_LAST_LINES:]
+    return _tail(run.rank_log_path(rank, "err"))[-_LAST_LINES:]
 
 
 def json_lines(path: Path, *names: str) -> list[Json]:
     """Return the last complete JSON lines of a file that contain all of these keys."""
-    lines = Lines([], [])
-    # The first line may be cut by the tail and the last half written; `take_line` drops both.
+    lines = JsonLines([], [])
+    # The first line may be cut by the tail and the last half written; `parse_and_add_line` drops both.
     for line in _tail(path):
-        take_line(lines, path.name, line.encode(), *names)
-    return lines.found
+        parse_and_add_line(lines, path.name, line.encode(), *names)
+    return lines.values
 
 
 def _tail(path: Path) -> list[str]:

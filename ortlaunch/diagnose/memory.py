@@ -12,7 +12,7 @@ from ortlaunch.planning.describe import memory_lines
 from ortlaunch.planning.memory import estimate
 from ortlaunch.planning.process_memory import process_memory
 from ortlaunch.recipe import Recipe, read_resolved
-from ortlaunch.units import human
+from ortlaunch.units import human_bytes
 
 _UNKNOWN = (
     "the plan has no estimate for this model; to use less memory per rank: a lower "
@@ -34,12 +34,12 @@ def what_would_fit(found: Evidence) -> list[str]:
     # The run reached the limit, so the plan's estimate was too low by at least this factor.
     scale = max(1.0, limit / rows[0][1]) if limit else 1.0
     head = "what would fit" + (
-        f" (by the plan, with {human(process.total)} for the process)"
+        f" (by the plan, with {human_bytes(process.total)} for the process)"
         if plan.device == "cpu"
         else ""
     )
     more = f", {scale:.2f} times as much, because the run reached the limit" if scale > 1 else ""
-    shown = f"{head}{more}: {human(limit)} per rank is the limit there" if limit else head
+    shown = f"{head}{more}: {human_bytes(limit)} per rank is the limit there" if limit else head
     table = memory_lines(plan.memory._replace(process=process), plan.world_size > 1, plan.device)
     return [*table, shown, *(_row(said, math.ceil(scale * size), limit) for said, size in rows)]
 
@@ -102,4 +102,4 @@ def _with(recipe: Recipe, update: dict[str, Json]) -> Recipe:
 
 def _row(said: str, total: int, limit: int | None) -> str:
     fits = "" if limit is None else ", fits" if total < limit else ", does not fit"
-    return f"    {said:<44}{human(total):>11}{fits}"
+    return f"    {said:<44}{human_bytes(total):>11}{fits}"

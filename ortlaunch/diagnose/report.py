@@ -15,11 +15,17 @@ from ortlaunch.diagnose import evidence
 from ortlaunch.diagnose.causes import advice_for, cause_of
 from ortlaunch.diagnose.evidence import Evidence
 from ortlaunch.diagnose.memory import what_would_fit
-from ortlaunch.launch.failure import End
+from ortlaunch.launch.failure import RunEnd
 from ortlaunch.other_runs import status
-from ortlaunch.run_folder.cause_text import CONTINUE, OURS, TRY, VERDICT, verdict
+from ortlaunch.run_folder.cause_text import (
+    ADVICE_PREFIX,
+    COMMAND_PREFIX,
+    CONTINUE_PREFIX,
+    VERDICT_PREFIX,
+    diagnosis_verdict,
+)
 from ortlaunch.run_folder.folder import RunDir, json_text
-from ortlaunch.units import human, number
+from ortlaunch.units import human_bytes, number_or_none
 
 # Free disk space below this is listed as evidence, in bytes.
 _FEW_BYTES = 1 << 30
@@ -47,7 +53,7 @@ class Diagnosis:
     def __str__(self) -> str:
         """Return verdict, evidence and advice as text."""
         lines = [
-            f"{VERDICT}{self.verdict}",
+            f"{VERDICT_PREFIX}{self.verdict}",
             *(["", "evidence:"] if self.evidence else []),
             *self.evidence,
         ]
@@ -72,8 +78,8 @@ def diagnose(run: RunDir) -> Diagnosis:
         run=str(run),
         state=found.state_name,
         exit_status=exit_status,
-        kind=failure.kind.value,
-        verdict=verdict(failure),
+        kind=failure.memory_aware_cause.value,
+        verdict=diagnosis_verdict(failure),
         advice=() if found.state_name == "pruned" else advice_for(failure, about),
         evidence=(
             *_evidence(about, failure),
@@ -84,26 +90,32 @@ def diagnose(run: RunDir) -> Diagnosis:
     )
 
 
-def with_verdict(run: RunDir, end: End) -> str:
+def with_verdict(run: RunDir, end: RunEnd) -> str:
     """Return the final output of a command whose run failed.
 
     Verdict and advice stand before its last line. If nothing went wrong, the text is unchanged.
     """
     about = evidence.read(run, "failed", end.status, end.text, end.failure)
     failure = cause_of(about)
-    if failure.kind in _PLAIN:
+    if failure.memory_aware_cause in _PLAIN:
         return end.text
-    what = verdict(failure)
-    before = end.before.rstrip("\n")
-    more = what_would_fit(about) if failure.kind is Cause.OUT_OF_MEMORY else []
+    what = diagnosis_verdict(failure)
+    before = end.text_before.rstrip("\n")
+    more = what_would_fit(about) if failure.memory_aware_cause is Cause.OUT_OF_MEMORY else []
     first = before.partition("\n")[0]
     # Where one text repeats the start of the other, `before` itself becomes the verdict.
     whole = " ".join(before.split())
     repeats = whole.startswith(what.removesuffix(" ...")) or what.startswith(first)
     if first and (repeats or first in failure.detail):
         before, what = "", before
-    lines = [f"{VERDICT}{what}", *more, *(f"{TRY}{each}" for each in advice_for(failure, about))]
-    return "\n".join([*([before] if before.strip() else []), *lines, f"{OURS}{end.last}"])
+    lines = [
+        f"{VERDICT_PREFIX}{what}",
+        *more,
+        *(f"{ADVICE_PREFIX}{each}" for each in advice_for(failure, about)),
+    ]
+    return "\n".join(
+        [*([before] if before.strip() else []), *lines, f"{COMMAND_PREFIX}{end.last_output}"]
+    )
 
 
 def _evidence(found: Evidence, failure: Failure) -> Iterator[str]:
@@ -113,20 +125,24 @@ def _evidence(found: Evidence, failure: Failure) -> Iterator[str]:
     for record in found.records[:1]:
         yield f"  {record.get('summary')}"
         # The command prints a traceback with the frames of packages left out.
-        short = found.text.partition(f"\n{VERDICT}")[0]
+        short = found.text.partition(f"\n{VERDICT_PREFIX}")[0]
         log = evidence.last_lines(found.run, record["rank"])
         shown = short.splitlines() if short.startswith("Traceback") else log
         yield from (f"    | {line}" for line in shown)
     if others := [f"{record['rank']}" for record in found.records[1:]]:
         yield f"  rank {', '.join(others[:16])} ended later: {len(others)} in all"
     if not found.records and found.text:
-        said = [line for line in found.text.strip().splitlines() if not line.startswith(CONTINUE)]
+        said = [
+            line for line in found.text.strip().splitlines() if not line.startswith(CONTINUE_PREFIX)
+        ]
         yield f"  last message of the command: {said[-1] if code else said[0]}"
     yield from _progress(found)
     yield from _storage(found, failure)
     yield from (
         f"  {line}"
-        for line in (what_would_fit(found) if failure.kind is Cause.OUT_OF_MEMORY else ())
+        for line in (
+            what_would_fit(found) if failure.memory_aware_cause is Cause.OUT_OF_MEMORY else ()
+        )
     )
     prefix = found.run.flight_recorder
     # An empty dump holds nothing to analyze.
@@ -151,14 +167,14 @@ def _meaning(code: int) -> str:
 def _progress(found: Evidence) -> Iterator[str]:
     """Yield the last logged step, skipped and bad steps, and the newest complete checkpoint."""
     if steps := evidence.json_lines(found.run.metrics, "step", "loss"):
-        loss = number(steps[-1]["loss"])
+        loss = number_or_none(steps[-1]["loss"])
         first = steps[0]
         last = steps[-1]
         yield f"  the last logged step is {steps[-1]['step']}" + (
             "" if loss is None else f", loss {loss:.4g}"
         )
-        skipped = (number(last.get("skipped_steps")) or 0) - (
-            number(first.get("skipped_steps")) or 0
+        skipped = (number_or_none(last.get("skipped_steps")) or 0) - (
+            number_or_none(first.get("skipped_steps")) or 0
         )
         between = steps[-1]["step"] - steps[0]["step"]
         if between and skipped / between > _SKIPPED_OFTEN:
@@ -181,4 +197,4 @@ def _storage(found: Evidence, failure: Failure) -> Iterator[str]:
         yield f"  the save after step {line['step']} failed: {line['error']}"
     free = shutil.disk_usage(found.run.path).free
     if free < _FEW_BYTES or failure.cause is Cause.DISK_FULL:
-        yield f"  {human(free)} free now on the disk of {found.run}"
+        yield f"  {human_bytes(free)} free now on the disk of {found.run}"

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from ortlaunch import machine, start
 from ortlaunch.errors import MissingDependency
-from ortlaunch.launchers import launcher_of
+from ortlaunch.launchers import launcher_row
 from ortlaunch.planning.world import World
 from ortlaunch.recipe import Recipe
 
@@ -38,14 +38,14 @@ def lacking(recipe: Recipe, world: World) -> Iterator[tuple[str, str]]:
     for tracker in recipe.log.trackers:
         if not _installed(tracker):
             yield f"log.trackers: {tracker} is not installed", f'pip install "ortlaunch[{tracker}]"'
-    package = launcher_of(world.launcher).package
+    package = launcher_row(world.launcher).package
     # On one host no launcher needs its package: ranks meet through a file.
     if package and len(world.hosts) > 1 and not _installed(package):
         what = f"launcher {world.launcher} on more than one host: {package} is not installed"
         yield what, f'pip install "ortlaunch[{world.launcher}]"'
     if recipe.engine.name == "ort":
         # Without a GPU here the run is planned for another host, so CUDA is not checked.
-        on_gpu = world.device == "cuda" and machine.visible_gpus(os.environ) > 0
+        on_gpu = world.device == "cuda" and machine.visible_gpu_count(os.environ) > 0
         yield from ((f"engine ort: {what}", mend) for what, mend in lacking_for_ort(on_gpu))
 
 
@@ -89,4 +89,4 @@ def set_up() -> int:
 
     The build runs in a process of its own, which may import torch.
     """
-    return start.run("ortlaunch.ortmodule.build.extensions")
+    return start.run_module("ortlaunch.ortmodule.build.extensions")

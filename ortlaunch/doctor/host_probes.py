@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from ortlaunch.doctor import probe
 from ortlaunch.json_types import Json
-from ortlaunch.launch.ssh import needs_no_ssh, ssh
+from ortlaunch.launch.ssh import needs_no_ssh, ssh_argv
 
 _CONNECT_SECONDS = 8  # ssh's own limit
 # Modules must not be imported from the current folder there. The argument is the probe's length in
@@ -372,4 +372,4 @@ def _at(host: str, remote: list[str]) -> list[str]:
             f"--nodelist={host}",
             *remote,
         ]
-    return ssh(host, remote, _CONNECT_SECONDS)
+    return ssh_argv(host, remote, _CONNECT_SECONDS)

@@ -14,7 +14,7 @@ from ortlaunch.doctor.host_probes import Answer, NoAnswer, ProbeRequest, Reached
 from ortlaunch.errors import InputError
 from ortlaunch.json_types import Json
 from ortlaunch.launch_plan import LOCAL_NAMES, Node
-from ortlaunch.units import counted, human
+from ortlaunch.units import count_with_noun, human_bytes
 
 # Times of records on different hosts are compared; more skew would order them wrongly.
 _SKEW_SECONDS = 5.0
@@ -224,7 +224,10 @@ def _reached(
             else ""
         )
         yield Finding(
-            host, "port", OK, f"reaches ports of {counted(len(reached), 'other host')}{rest}"
+            host,
+            "port",
+            OK,
+            f"reaches ports of {count_with_noun(len(reached), 'other host')}{rest}",
         )
     if deaf:
         what = f"no datagram to {_listed([one.host for one in deaf])} is answered: a lost host "
@@ -251,7 +254,7 @@ def _own(
     """Yield findings on a host's GPUs, its run folder and its disk."""
     host = node.host
     if required.device == "cuda":
-        what = f"{properties['gpus']} for {counted(node.slots, 'slot')}"
+        what = f"{properties['gpus']} for {count_with_noun(node.slots, 'slot')}"
         mend = (
             "reduce its slots"
             if properties["gpus"]
@@ -271,13 +274,17 @@ def _own(
             mend = "check how its disk is mounted there"
         yield judged(host, "run folder", shared, what, mend, else_=FAILED)
     enough = properties["free"] >= required.bytes_needed
-    need = f", and checkpoints take {human(required.bytes_needed)}" if required.bytes_needed else ""
-    yield judged(host, "disk", enough, (f"{human(properties['free'])} "
+    need = (
+        f", and checkpoints take {human_bytes(required.bytes_needed)}"
+        if required.bytes_needed
+        else ""
+    )
+    yield judged(host, "disk", enough, (f"{human_bytes(properties['free'])} "
                                        f"free{need}"), "free disk space, or lower checkpoint.keep",
                  else_=FAILED)  # fmt: skip
     where, room = properties["temporary"]
     # mpirun writes there before any rank begins, and says that a firewall is in its way.
-    yield judged(host, "temporary", room >= _LITTLE_TEMPORARY, f"{human(room)} free in {where}",
+    yield judged(host, "temporary", room >= _LITTLE_TEMPORARY, f"{human_bytes(room)} free in {where}",
                  "delete old files there, or set TMPDIR", else_=FAILED)  # fmt: skip
 
 
@@ -287,7 +294,7 @@ def _slow(
     """Yield findings on conditions that may slow a run, or end it late."""
     properties = answer.properties
     skew = answer.skew
-    needed = human(required.shared_bytes)
+    needed = human_bytes(required.shared_bytes)
     workers = f", and data.workers read {needed} ahead" if required.shared_bytes else ""
     checks = [
         ("clock", abs(skew) - answer.doubt <= _SKEW_SECONDS, f"{skew:+.1f} s apart from this host",
@@ -295,7 +302,7 @@ def _slow(
         ("cpus", properties["cpus"] == usual_cpus, f"{properties['cpus']}, where most hosts have {usual_cpus}",
          "check its cpuset and launch.binding; the slowest host determines the speed"),
         ("/dev/shm", properties["shm"] >= max(_LITTLE_SHM, required.shared_bytes),
-         f"{human(properties['shm'])} free" + workers,
+         f"{human_bytes(properties['shm'])} free" + workers,
          "make it larger, for NCCL and data.workers (docker run --shm-size), or lower data.workers"),
         ("open files", properties["open_files"] < 0 or properties["open_files"] >= _FEW_FILES,
          f"at most {properties['open_files']}",
@@ -305,7 +312,9 @@ def _slow(
     ]  # fmt: skip
     if properties["infiniband"]:
         limit = (
-            "no limit" if properties["memlock"] < 0 else f"at most {human(properties['memlock'])}"
+            "no limit"
+            if properties["memlock"] < 0
+            else f"at most {human_bytes(properties['memlock'])}"
         )
         good = properties["memlock"] < 0 or properties["memlock"] >= _LITTLE_MEMLOCK
         checks.append(

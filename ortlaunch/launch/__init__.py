@@ -14,11 +14,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
-from ortlaunch.launch.stop import Stop
+from ortlaunch.launch.stop import StopRequest
 from ortlaunch.launch_plan import Node, Plan
 from ortlaunch.launchers import LAUNCHERS
 from ortlaunch.rank import EXIT_SAVED
-from ortlaunch.run_folder.folder import RunDir, write_text
+from ortlaunch.run_folder.folder import RunDir, write_text_atomically
 
 # Seconds in which all ranks must have begun: on one host under mpirun, and elsewhere. torchrun loads
 # torch before it starts them.
@@ -26,7 +26,7 @@ _MPI_START_SECONDS = 60.0
 _START_SECONDS = 300.0
 
 
-class Limits(NamedTuple):
+class LaunchLimits(NamedTuple):
     """The run of a launcher, by which processes.py limits how long the launcher may take."""
 
     folder: str
@@ -35,7 +35,7 @@ class Limits(NamedTuple):
     start_seconds: float
 
 
-class Request(NamedTuple):
+class LaunchRequest(NamedTuple):
     """Everything needed to start: command, environment, files, how to signal and stop the ranks."""
 
     argv: tuple[str, ...]
@@ -47,15 +47,19 @@ class Request(NamedTuple):
     # Whether SIGUSR1 ends the job even without `stop`. Used for trials and the selftest.
     notice_ends: bool = False
     # How the ranks are requested to save and stop; None: they have nothing to save.
-    stop: Stop | None = None
+    stop: StopRequest | None = None
     # A folder that only this user can access: new for each start, removed after it.
-    private: str | None = None
+    private_folder: str | None = None
     # None: the command itself is the rank.
-    limits: Limits | None = None
+    limits: LaunchLimits | None = None
 
     def __str__(self) -> str:
         """The shell commands that a person would type."""
-        folder = f"(umask 077; mkdir -p {shlex.quote(self.private)})\n" if self.private else ""
+        folder = (
+            f"(umask 077; mkdir -p {shlex.quote(self.private_folder)})\n"
+            if self.private_folder
+            else ""
+        )
         files = "".join(
             f"cat > {shlex.quote(path)} <<'EOF'\n{text}EOF\n" for path, text in self.files
         )
@@ -65,24 +69,24 @@ class Request(NamedTuple):
     def write_files(self) -> None:
         """Write the files, before the command starts."""
         for path, text in self.files:
-            write_text(Path(path), text)
+            write_text_atomically(Path(path), text)
 
 
-def stop_of(plan: Plan, run_dir: RunDir) -> Stop | None:
+def stop_request_of_plan(plan: Plan, run_dir: RunDir) -> StopRequest | None:
     """Return how the ranks of this plan are requested to stop; None if they save nothing."""
     return (
-        Stop(str(run_dir.stop_request), str(run_dir.cancelled), plan.grace_seconds)
+        StopRequest(str(run_dir.stop_request), str(run_dir.cancelled), plan.grace_seconds)
         if plan.traits.saves
         else None
     )
 
 
-def limits_of(plan: Plan, run_dir: RunDir) -> Limits:
+def launch_limits(plan: Plan, run_dir: RunDir) -> LaunchLimits:
     """Return the limits of the launcher of this plan."""
     hosts = len(plan.nodes)
     fast = plan.launcher == "mpi" and hosts == 1
     seconds = _MPI_START_SECONDS if fast else _START_SECONDS
-    return Limits(str(run_dir), plan.world_size, hosts, seconds)
+    return LaunchLimits(str(run_dir), plan.world_size, hosts, seconds)
 
 
 class JobState(Enum):
@@ -99,7 +103,7 @@ class JobState(Enum):
     FAILED = "failed"
 
     @classmethod
-    def of_status(cls, status: int) -> JobState:
+    def state_of_exit_status(cls, status: int) -> JobState:
         """Return the state of a run that ended by itself with this exit status."""
         return cls.PREEMPTED if status == EXIT_SAVED else cls.FAILED if status else cls.SUCCEEDED
 
@@ -122,10 +126,10 @@ class Backend(Protocol):
             PlanError, MissingDependency: it cannot start them.
         """
 
-    def request(self, plan: Plan, run_dir: RunDir) -> Request:
+    def request(self, plan: Plan, run_dir: RunDir) -> LaunchRequest:
         """Return the request for this plan, without side effects."""
 
-    def submit(self, request: Request, output: Path | None = None) -> Any:
+    def submit(self, request: LaunchRequest, output: Path | None = None) -> Any:
         """Start the request and return the job.
 
         If the user stops the job by a signal, the job's `signal` has its number.
@@ -148,6 +152,6 @@ class Backend(Protocol):
         """
 
 
-def backend(name: str) -> Backend:
+def load_backend(name: str) -> Backend:
     """Return the backend of this launcher."""
     return cast(Backend, import_module(LAUNCHERS[name].module))

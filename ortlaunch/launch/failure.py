@@ -15,216 +15,257 @@ from ortlaunch.errors import DamagedFile
 from ortlaunch.json_types import Json, read_regular
 from ortlaunch.launch_plan import Plan
 from ortlaunch.rank import EXIT_SAVED
-from ortlaunch.run_folder.cause_text import OURS, TRY, VERDICT, sentence
-from ortlaunch.run_folder.folder import RunDir, account, is_full, read_json
-from ortlaunch.run_folder.library_messages import cause_in
+from ortlaunch.run_folder.cause_text import (
+    ADVICE_PREFIX,
+    COMMAND_PREFIX,
+    VERDICT_PREFIX,
+    command_end_sentence,
+)
+from ortlaunch.run_folder.folder import RunDir, is_disk_full, read_error_record, read_own_json
+from ortlaunch.run_folder.library_messages import match_cause_in_text
 
 # Lines of the user's exception that begin like ortlaunch's own output. They are indented, so that
 # a reader or a script does not take them for ortlaunch's.
-_LIKE_OURS = re.compile(f"^(?={OURS}|{VERDICT}|{TRY})", re.MULTILINE)
+_LIKE_OURS = re.compile(f"^(?={COMMAND_PREFIX}|{VERDICT_PREFIX}|{ADVICE_PREFIX})", re.MULTILINE)
 
 
-class End(NamedTuple):
+class RunEnd(NamedTuple):
     """The end of a run, and the text that the command prints for it."""
 
     status: int
     """The command's exit status."""
-    last: str
+    last_output: str
     """The last output: one line, and the location of the logs."""
     failure: Failure | None = None
     """The cause of the failure; None if the run ended well."""
-    before: str = ""
+    text_before: str = ""
     """Text printed before `last`, such as a traceback; it ends with the line feeds before `last`."""
-    stopped: bool = False
+    stopped_on_request: bool = False
     """Whether the run stopped on request, with a checkpoint from which it can continue."""
 
     @property
     def text(self) -> str:
         """The complete text."""
-        return f"{self.before}{OURS if self.status else ''}{self.last}"
+        return f"{self.text_before}{COMMAND_PREFIX if self.status else ''}{self.last_output}"
 
-    def followed_by(self, line: str) -> End:
+    def with_appended_line(self, line: str) -> RunEnd:
         """Return the same end with one more line of output."""
-        return self._replace(last=line, before=f"{self.text}\n")
+        return self._replace(last_output=line, text_before=f"{self.text}\n")
 
     @classmethod
-    def of(cls, status: int, failure: Failure, more: str = "") -> End:
+    def from_failure(cls, status: int, failure: Failure, text_after: str = "") -> RunEnd:
         """Return the end for a failure that the command detected.
 
         Args:
-            more: text printed after the failure's sentence.
+            text_after: text printed after the failure's sentence.
         """
-        return cls(status, f"{sentence(failure)}{more}", failure)
+        return cls(status, f"{command_end_sentence(failure)}{text_after}", failure)
 
 
-def explain_end(
+def classify_run_end(
     run: RunDir,
-    status: int,
-    stopped_by: int | None = None,
-    ended_by: int | None = None,
+    launcher_status: int,
+    user_signal: int | None = None,
+    launcher_signal: int | None = None,
     oom_kills: int | None = None,
-    shown: bool = False,
-) -> End:
-    """Return the end of a run whose launcher exited with `status`.
+    rank0_output_was_shown: bool = False,
+) -> RunEnd:
+    """Return the end of a run whose launcher exited with `launcher_status`.
 
     Args:
-        stopped_by: the signal that the user sent to the command, if any.
-        ended_by: the signal that ended the launcher itself, if any.
-        oom_kills: processes of this control group that the kernel's out-of-memory killer ended
+        user_signal: the signal that the user sent to the command, if any.
+        launcher_signal: the signal that ended the launcher itself, if any.
+        out_of_memory_kill_count: processes of this control group that the kernel's out-of-memory killer ended
             during the run; None if unknown.
-        shown: whether rank 0's output went to the terminal, so that its end is not printed again.
+        rank0_output_was_shown: whether rank 0's output went to the terminal, so that its end is not printed again.
     """
-    unrequested = stopped_by is None and not run.stop_request.exists()
+    unrequested = user_signal is None and not run.stop_request.exists()
     if run.stopped.exists():
         # The ranks saved because their launcher was killed.
-        return _saved(run, stopped_by, ended_by == signal.SIGKILL and unrequested)
-    records = _records(run)
-    first = _first(records)
-    on_request = first is not None and first["cause"] is Cause.STOPPED
-    launcher_error = _launcher_failure(run)
+        return _end_after_saving(
+            run, user_signal, launcher_signal == signal.SIGKILL and unrequested
+        )
+    records = _error_records(run)
+    first_record = _most_likely_cause(records)
+    on_request = first_record is not None and first_record["cause"] is Cause.STOPPED
+    launcher_error = _torchrun_exception_line(run)
     # A rank's stop or secondary failure is then the effect of the launcher's own failure.
-    if launcher_error and unrequested and (first is None or on_request or first["secondary"]):
-        cause = (cause_in(launcher_error) or (None,))[0]
+    if (
+        launcher_error
+        and unrequested
+        and (first_record is None or on_request or first_record["secondary"])
+    ):
+        cause = (match_cause_in_text(launcher_error) or (None,))[0]
         cause = cause if cause is Cause.NO_LOCKS else Cause.LAUNCHER_FAILED
         failure = Failure(cause, launcher_error, who=Plan.read(run.plan).started_by.program)
-        return End.of(1, failure, f"; logs: {run.logs}")
-    if first is not None and on_request and not _silent_suspects(run, records, stopped_by):
-        return _stopped_without_a_step(run, first, stopped_by)
+        return RunEnd.from_failure(1, failure, f"; logs: {run.logs}")
+    if (
+        first_record is not None
+        and on_request
+        and not _ranks_without_record_that_may_be_cause(run, records, user_signal)
+    ):
+        return _end_after_stop_with_nothing_to_save(run, first_record, user_signal)
     # A requested stop explains the end better than the errors that it caused in the ranks.
-    if stopped_by is not None and (status or first is not None):
-        return _stopped(run, first, stopped_by)
-    if first is not None and not first["secondary"] and not on_request:
-        return _of_rank(first, shown)
-    if first is None and status == 0:
-        return End(0, f"done: {run}")
-    return _without_cause(run, status, ended_by, oom_kills, records)
+    if user_signal is not None and (launcher_status or first_record is not None):
+        return _end_after_stop_without_saving(run, first_record, user_signal)
+    if first_record is not None and not first_record["secondary"] and not on_request:
+        return _end_from_error_record(first_record, rank0_output_was_shown)
+    if first_record is None and launcher_status == 0:
+        return RunEnd(0, f"done: {run}")
+    return _end_without_original_failure(run, launcher_status, launcher_signal, oom_kills, records)
 
 
-def _launcher_failure(run: RunDir) -> str:
+def _torchrun_exception_line(run: RunDir) -> str:
     """Return the first line of torchrun's own exception.
 
     Empty if there is no exception, or if torchrun was ended by a signal.
     """
     with contextlib.suppress(OSError, DamagedFile):
-        found = read_json(run.launcher_error).get("message")
-        text = str(found.get("message") if isinstance(found, dict) else found)
+        error_message = read_own_json(run.launcher_error).get("message")
+        text = str(
+            error_message.get("message") if isinstance(error_message, dict) else error_message
+        )
         # torchrun wraps the original exception, the cause, in one of its own.
-        inner = re.search(
-            r"^[\w.]+(Error|Exception): .*", str(found).replace("\\n", "\n"), re.MULTILINE
+        inner_exception = re.search(
+            r"^[\w.]+(Error|Exception): .*", str(error_message).replace("\\n", "\n"), re.MULTILINE
         )
         return (
             ""
             if text.startswith("SignalException")
-            else (inner[0] if inner else text.partition("\n")[0])[:300]
+            else (inner_exception[0] if inner_exception else text.partition("\n")[0])[:300]
         )
     return ""
 
 
-def _silent_suspects(run: RunDir, records: list[Json], stopped_by: int | None) -> set[int]:
+def _ranks_without_record_that_may_be_cause(
+    run: RunDir, records: list[Json], user_signal: int | None
+) -> set[int]:
     """Return the ranks without a record whose end may be the reason why the others were stopped.
 
     These are ranks whose supervisor was killed: the disk space that it reserved for an error record
     is still reserved. If no user requested a stop, they are also the ranks that never began.
     """
     began = ranks_that_began(run)
-    recorded = {record["rank"] for record in records} | set(_exit_requests(run))
-    killed = {rank for rank in began - recorded if run.spare(rank).exists()}
-    requested = stopped_by is not None or run.stop_request.exists()
+    recorded = {record["rank"] for record in records} | set(_ending_signals_by_rank(run))
+    killed = {rank for rank in began - recorded if run.reserved_space_path(rank).exists()}
+    requested = user_signal is not None or run.stop_request.exists()
     return killed if requested else killed | set(range(Plan.read(run.plan).world_size)) - began
 
 
-def _saved(run: RunDir, stopped_by: int | None, launcher_killed: bool = False) -> End:
+def _end_after_saving(
+    run: RunDir, user_signal: int | None, launcher_killed: bool = False
+) -> RunEnd:
     """Return the end of a run that saved after a stop request."""
-    how = read_json(run.stopped)
+    stop_record = read_own_json(run.stopped)
     program = Plan.read(run.plan).started_by.program if launcher_killed else None
     killed = Failure(Cause.LAUNCHER_KILLED, who=program, signal=signal.SIGKILL) if program else None
-    done = f"{sentence(killed)}; " if killed else ""
-    done += f"stopped by {how['by']}, saved after step {how['step']} of {how['steps']}"
-    status = 130 if stopped_by == signal.SIGINT else how["exit_status"]
-    return End(status, done, Failure(Cause.STOPPED, done), stopped=True)
+    end_text = f"{command_end_sentence(killed)}; " if killed else ""
+    end_text += f"stopped by {stop_record['by']}, saved after step {stop_record['step']} of {stop_record['steps']}"
+    status = 130 if user_signal == signal.SIGINT else stop_record["exit_status"]
+    return RunEnd(status, end_text, Failure(Cause.STOPPED, end_text), stopped_on_request=True)
 
 
-def explain_silence(run: RunDir, command: str) -> End:
+def classify_vanished_command(run: RunDir, command_name: str) -> RunEnd:
     """Return the end of a run whose command disappeared together with its ranks."""
     if run.stopped.exists():
-        return _saved(run, None)
-    first = _first(_records(run))
-    if first is not None and not first["secondary"]:
-        return _of_rank(first)
-    return End.of(137, Failure(Cause.COMMAND_KILLED, who=command), f"\nlogs: {run.logs}")
+        return _end_after_saving(run, None)
+    first_record = _most_likely_cause(_error_records(run))
+    if first_record is not None and not first_record["secondary"]:
+        return _end_from_error_record(first_record)
+    return RunEnd.from_failure(
+        137, Failure(Cause.COMMAND_KILLED, who=command_name), f"\nlogs: {run.logs}"
+    )
 
 
-def _without_cause(
-    run: RunDir, status: int, ended_by: int | None, oom_kills: int | None, records: list[Json]
-) -> End:
+def _end_without_original_failure(
+    run: RunDir,
+    launcher_status: int,
+    launcher_signal: int | None,
+    oom_kills: int | None,
+    records: list[Json],
+) -> RunEnd:
     """Return the end of a run in which no rank recorded a failure of its own."""
     plan = Plan.read(run.plan)
-    exit_requests = _exit_requests(run)
+    exit_requests = _ending_signals_by_rank(run)
     # EXIT_SAVED requests another start. Without stopped.json nothing proves that the run saved.
-    status = 1 if status == EXIT_SAVED else status
-    if ended_by is not None and plan.started_by.program:
+    launcher_status = 1 if launcher_status == EXIT_SAVED else launcher_status
+    if launcher_signal is not None and plan.started_by.program:
         killed = Failure(
             Cause.LAUNCHER_KILLED,
             who=plan.started_by.program,
-            signal=ended_by,
+            signal=launcher_signal,
             memory_kills=oom_kills,
         )
-        return End.of(128 + ended_by, killed)
+        return RunEnd.from_failure(128 + launcher_signal, killed)
     began = ranks_that_began(run)
     silent = sorted(began - {record["rank"] for record in records} - set(exit_requests))
     # Ranks that ended in order removed the space reserved for their error record.
-    lost = [rank for rank in silent if run.spare(rank).exists()] or silent
-    if status and not records and is_full(run.path):
-        return End.of(status, Failure(Cause.DISK_FULL, str(run)))
-    if lost and status:
-        return _lost(run, plan, lost, oom_kills)
+    killed_ranks = [rank for rank in silent if run.reserved_space_path(rank).exists()] or silent
+    if launcher_status and not records and is_disk_full(run.path):
+        return RunEnd.from_failure(launcher_status, Failure(Cause.DISK_FULL, str(run)))
+    if killed_ranks and launcher_status:
+        return _end_with_killed_ranks(run, plan, killed_ranks, oom_kills)
     absent = sorted(set(range(plan.world_size)) - began)
-    if absent and status:
-        return _never_began(run, status, oom_kills, _names(plan, absent), len(began))
-    first = _first(records)
+    if absent and launcher_status:
+        return _end_with_absent_ranks(
+            run, launcher_status, oom_kills, _rank_and_host_names(plan, absent), len(began)
+        )
+    first_record = _most_likely_cause(records)
     if (
-        first is not None
-        and first["cause"] is Cause.OUTLIVED
-        and first["exit_status"] == EXIT_SAVED
+        first_record is not None
+        and first_record["cause"] is Cause.OUTLIVED
+        and first_record["exit_status"] == EXIT_SAVED
     ):
-        return _stopped(run, first, first["signal"])
+        return _end_after_stop_without_saving(run, first_record, first_record["signal"])
     if exit_requests:
         rank = min(exit_requests, key=lambda rank: exit_requests[rank][1])
-        number = exit_requests[rank][0]
+        signal_number = exit_requests[rank][0]
         launcher = plan.started_by.program
-        failure = Failure(Cause.SIGNALLED, launcher, who=_names(plan, [rank]), signal=number)
-        return End.of(128 + number, failure, f"; logs: {run.logs}")
-    if first is None:
-        return _never_began(run, status, oom_kills)
-    return _of_rank(first)._replace(failure=Failure(Cause.LOST_PEERS, first["summary"]))
+        failure = Failure(
+            Cause.SIGNALLED, launcher, who=_rank_and_host_names(plan, [rank]), signal=signal_number
+        )
+        return RunEnd.from_failure(128 + signal_number, failure, f"; logs: {run.logs}")
+    if first_record is None:
+        return _end_with_absent_ranks(run, launcher_status, oom_kills)
+    return _end_from_error_record(first_record)._replace(
+        failure=Failure(Cause.LOST_PEERS, first_record["summary"])
+    )
 
 
-def _never_began(
-    run: RunDir, status: int, oom_kills: int | None, absent: str = "", began: int = 0
-) -> End:
+def _end_with_absent_ranks(
+    run: RunDir,
+    launcher_status: int,
+    oom_kills: int | None,
+    absent_rank_names: str = "",
+    begun_rank_count: int = 0,
+) -> RunEnd:
     """Return the end of a run in which ranks are absent, or the launcher failed without a cause."""
     failure = Failure(
-        Cause.NEVER_BEGAN, who=absent, began=began, status=status, memory_kills=oom_kills
+        Cause.NEVER_BEGAN,
+        who=absent_rank_names,
+        began=begun_rank_count,
+        status=launcher_status,
+        memory_kills=oom_kills,
     )
-    return End.of(status, failure, f"; see above, and {run.logs}")
+    return RunEnd.from_failure(launcher_status, failure, f"; see above, and {run.logs}")
 
 
-def first_failure(run: RunDir) -> Json | None:
+def first_error_record(run: RunDir) -> Json | None:
     """Return the record of the earliest original failure, else of a secondary one."""
-    return _first(_records(run))
+    return _most_likely_cause(_error_records(run))
 
 
-def _records(run: RunDir) -> list[Json]:
+def _error_records(run: RunDir) -> list[Json]:
     """Return the error records of ranks, of a run that made no progress, and of a lost host."""
-    return [account(path) for path in run.error_records]
+    return [read_error_record(path) for path in run.error_record_paths]
 
 
-def _first(records: list[Json]) -> Json | None:
+def _most_likely_cause(records: list[Json]) -> Json | None:
     """Return the record of the failure that most likely caused the others; None without records."""
-    return min(records, key=failure_order, default=None)
+    return min(records, key=error_record_sort_key, default=None)
 
 
-def failure_order(record: Json) -> tuple[bool, bool, int, float]:
+def error_record_sort_key(record: Json) -> tuple[bool, bool, int, float]:
     """Return the sort key of an error record: the most likely cause first.
 
     Original failures come before secondary ones. Of the latter, ranks come first that were killed
@@ -242,84 +283,115 @@ def failure_order(record: Json) -> tuple[bool, bool, int, float]:
 def ranks_that_began(run: RunDir) -> set[int]:
     """Return the ranks whose supervisor started."""
     # Older logs belong to an earlier run in this folder.
-    sent = run.request.stat().st_mtime_ns
-    logs = [path for path in run.logs.glob("rank_*.err") if path.stat().st_mtime_ns >= sent]
+    request_time_ns = run.request.stat().st_mtime_ns
+    logs = [
+        path for path in run.logs.glob("rank_*.err") if path.stat().st_mtime_ns >= request_time_ns
+    ]
     return {int(path.stem[len("rank_") :]) for path in logs}
 
 
-def _exit_requests(run: RunDir) -> dict[int, tuple[int, float]]:
+def _ending_signals_by_rank(run: RunDir) -> dict[int, tuple[int, float]]:
     """Return (signal, time of arrival) for each rank that received a signal to end."""
-    found = {}
+    signals_by_rank = {}
     for path in run.errors.glob("asked_*"):
-        words = read_regular(path).decode(errors="replace").split()
+        signal_and_time = read_regular(path).decode(errors="replace").split()
         # The rank may have been killed while it wrote the file.
-        if len(words) == 2 and words[0].isdecimal():
-            found[int(path.name[len("asked_") :])] = (int(words[0]), float(words[1]))
-    return found
+        if len(signal_and_time) == 2 and signal_and_time[0].isdecimal():
+            signals_by_rank[int(path.name[len("asked_") :])] = (
+                int(signal_and_time[0]),
+                float(signal_and_time[1]),
+            )
+    return signals_by_rank
 
 
-def _stopped(run: RunDir, first: Json | None, number: int) -> End:
+def _end_after_stop_without_saving(
+    run: RunDir, first_record: Json | None, signal_number: int
+) -> RunEnd:
     """Return the end of a run that was requested to stop and did not save.
 
     The exit status is EXIT_SAVED if the run can continue from an older checkpoint.
     """
-    too_slow = first is None or first["cause"] is Cause.OUTLIVED
-    before = f"{_of_rank(first).text}\n" if first and (too_slow or not first["secondary"]) else ""
-    text = f"stopped by {signal.Signals(number).name}"
-    saved = run.complete_checkpoints()
+    too_slow = first_record is None or first_record["cause"] is Cause.OUTLIVED
+    text_before = (
+        f"{_end_from_error_record(first_record).text}\n"
+        if first_record and (too_slow or not first_record["secondary"])
+        else ""
+    )
+    stop_text = f"stopped by {signal.Signals(signal_number).name}"
+    complete_checkpoints = run.complete_checkpoints()
     can_continue = (
         too_slow
-        and number != signal.SIGINT
+        and signal_number != signal.SIGINT
         and not run.cancelled.exists()
         and Plan.read(run.plan).traits.saves
     )
-    if saved:
-        lost = (
+    if complete_checkpoints:
+        lost_steps_text = (
             " before it had saved; the steps after its newest checkpoint are lost"
             if can_continue
             else ""
         )
-        text += f"{lost}; the newest checkpoint is after step {saved[-1][0]}"
-    status = EXIT_SAVED if saved and can_continue else 128 + number
-    return End(
-        status, text, Failure(Cause.STOPPED, text, signal=number), before, stopped=bool(saved)
+        stop_text += (
+            f"{lost_steps_text}; the newest checkpoint is after step {complete_checkpoints[-1][0]}"
+        )
+    status = EXIT_SAVED if complete_checkpoints and can_continue else 128 + signal_number
+    return RunEnd(
+        status,
+        stop_text,
+        Failure(Cause.STOPPED, stop_text, signal=signal_number),
+        text_before,
+        stopped_on_request=bool(complete_checkpoints),
     )
 
 
-def _stopped_without_a_step(run: RunDir, first: Json, stopped_by: int | None) -> End:
+def _end_after_stop_with_nothing_to_save(
+    run: RunDir, first_record: Json, user_signal: int | None
+) -> RunEnd:
     """Return the end of a run that was requested to stop when it had nothing to save.
 
     It names the sender of the request rather than the signal that the ranks received.
     """
-    status = first["exit_status"]
-    by = None
-    if stopped_by is not None:
-        status = 130 if stopped_by == signal.SIGINT else status
-        by = signal.Signals(stopped_by).name
+    status = first_record["exit_status"]
+    sender_name = None
+    if user_signal is not None:
+        status = 130 if user_signal == signal.SIGINT else status
+        sender_name = signal.Signals(user_signal).name
     elif run.stop_request.exists():
-        by = read_json(run.stop_request).get("by")
-    if by is None:
-        return _of_rank(first)._replace(status=status)
-    saved = run.complete_checkpoints()
-    newest = f"; the newest checkpoint is after step {saved[-1][0]}" if saved else ""
-    text = f"stopped by {by} before its first or after its last step: nothing to save{newest}"
-    return End(status, text, Failure(Cause.STOPPED, text), stopped=True)
+        sender_name = read_own_json(run.stop_request).get("by")
+    if sender_name is None:
+        return _end_from_error_record(first_record)._replace(status=status)
+    complete_checkpoints = run.complete_checkpoints()
+    newest = (
+        f"; the newest checkpoint is after step {complete_checkpoints[-1][0]}"
+        if complete_checkpoints
+        else ""
+    )
+    text = (
+        f"stopped by {sender_name} before its first or after its last step: nothing to save{newest}"
+    )
+    return RunEnd(status, text, Failure(Cause.STOPPED, text), stopped_on_request=True)
 
 
-def _lost(run: RunDir, plan: Plan, ranks: list[int], oom_kills: int | None) -> End:
+def _end_with_killed_ranks(
+    run: RunDir, plan: Plan, killed_ranks: list[int], oom_kills: int | None
+) -> RunEnd:
     """Return the end for ranks that began and left no record: their supervisor was killed."""
-    here = all(plan.node_of(rank).is_here for rank in ranks)
+    are_all_on_this_host = all(plan.node_of(rank).is_here for rank in killed_ranks)
     # The kernel counts the processes of this host only.
-    kills = oom_kills if here else None
-    failure = Failure(Cause.RANK_VANISHED, who=_names(plan, ranks), memory_kills=kills)
-    return End.of(137, failure, f"{_last_line(run, ranks)}\nlogs: {run.logs}")
+    kills = oom_kills if are_all_on_this_host else None
+    failure = Failure(
+        Cause.RANK_VANISHED, who=_rank_and_host_names(plan, killed_ranks), memory_kills=kills
+    )
+    return RunEnd.from_failure(
+        137, failure, f"{_last_error_line_for_message(run, killed_ranks)}\nlogs: {run.logs}"
+    )
 
 
-def _last_line(run: RunDir, ranks: list[int]) -> str:
+def _last_error_line_for_message(run: RunDir, ranks: list[int]) -> str:
     """Return the last line of the first non-empty error log of these ranks."""
     # It may name the cause: MPI writes its reason there before it aborts.
     for rank in ranks:
-        path = run.log(rank, "err")
+        path = run.rank_log_path(rank, "err")
         lines = read_regular(path).decode(errors="replace").split("\n") if path.exists() else []
         last = next((line.strip() for line in reversed(lines) if line.strip("\0 ")), None)
         if last is not None:
@@ -327,18 +399,29 @@ def _last_line(run: RunDir, ranks: list[int]) -> str:
     return ""
 
 
-def _names(plan: Plan, ranks: list[int]) -> str:
+def _rank_and_host_names(plan: Plan, ranks: list[int]) -> str:
     names = [f"rank {rank} on host {plan.node_of(rank).host}" for rank in ranks[:8]]
     return ", ".join([*names, *([f"{len(ranks) - 8} more"] if len(ranks) > 8 else [])])
 
 
-def _of_rank(first: Json, shown: bool = False) -> End:
+def _end_from_error_record(error_record: Json, rank0_output_was_shown: bool = False) -> RunEnd:
     """Return the end that a rank's record describes.
 
     Args:
-        shown: whether rank 0's output went to the terminal.
+        rank0_output_was_shown: whether rank 0's output went to the terminal.
     """
-    was_shown = shown and first["rank"] == 0 and first["type"] in ("Signal", "Exit")
-    traceback = _LIKE_OURS.sub("  ", (first.get("folded") or first["traceback"]).rstrip())
-    before = f"{traceback}\n\n" if traceback and not was_shown else ""
-    return End(first["exit_status"], first["summary"], Failure.of_record(first), before)
+    was_shown = (
+        rank0_output_was_shown
+        and error_record["rank"] == 0
+        and error_record["type"] in ("Signal", "Exit")
+    )
+    traceback = _LIKE_OURS.sub(
+        "  ", (error_record.get("folded") or error_record["traceback"]).rstrip()
+    )
+    text_before = f"{traceback}\n\n" if traceback and not was_shown else ""
+    return RunEnd(
+        error_record["exit_status"],
+        error_record["summary"],
+        Failure.from_error_record(error_record),
+        text_before,
+    )

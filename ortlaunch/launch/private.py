@@ -19,7 +19,7 @@ from ortlaunch.errors import LaunchError
 from ortlaunch.run_folder.folder import RunDir
 
 
-def private_folder(run_dir: RunDir) -> Path:
+def private_folder_path(run_dir: RunDir) -> Path:
     """Return the path of the private folder.
 
     It is the same for each start of a run on this host, so that it can be printed before the start.
@@ -31,26 +31,26 @@ def private_folder(run_dir: RunDir) -> Path:
     return Path(tempfile.gettempdir()) / f"ortlaunch-{os.geteuid()}" / name
 
 
-def make_private(folder: Path) -> None:
+def recreate_private_folder(folder: Path) -> None:
     """Create the private folder, empty.
 
     Raises:
         LaunchError: another user owns the folder above it, or others can write there.
     """
-    above = folder.parent
+    parent_folder = folder.parent
     user = os.geteuid()
-    above.mkdir(mode=0o700, exist_ok=True)
+    parent_folder.mkdir(mode=0o700, exist_ok=True)
     # Every user can create files in the temporary folder: a link must not be followed.
-    found = above.lstat()
+    parent_status = parent_folder.lstat()
     if (
-        not stat.S_ISDIR(found.st_mode)
-        or found.st_uid != user
-        or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        not stat.S_ISDIR(parent_status.st_mode)
+        or parent_status.st_uid != user
+        or parent_status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     ):
         raise LaunchError(
-            f"{above}: must be a folder of user {user} in which nobody else can write, "
+            f"{parent_folder}: must be a folder of user {user} in which nobody else can write, "
             "for launchers trust "
-            f"the files in it; got {stat.filemode(found.st_mode)} of user {found.st_uid}: "
+            f"the files in it; got {stat.filemode(parent_status.st_mode)} of user {parent_status.st_uid}: "
             "remove it, or set TMPDIR"
         )
     # A command that was killed leaves its folder.

@@ -15,7 +15,7 @@ from ortlaunch.errors import InputError
 from ortlaunch.launch import JobState
 from ortlaunch.process import Process
 from ortlaunch.rank import JOB_VARIABLE
-from ortlaunch.run_folder.folder import RunDir, read_json, write_json
+from ortlaunch.run_folder.folder import RunDir, read_own_json, write_json_atomically
 from ortlaunch.run_folder.records import from_json
 
 
@@ -89,23 +89,23 @@ class JobRecord:
     """Failed starts of the ranks, whether or not the ranks were started again."""
 
     @classmethod
-    def of_this_process(cls, backend: str, state: JobState) -> JobRecord:
+    def for_this_process(cls, backend: str, state: JobState) -> JobRecord:
         """Return the record of a job of this process."""
-        me = Process.this()
-        return cls(backend, str(me.pid), me.host, me.space, me.began, now(), state)
+        me = Process.identity_of_this_process()
+        return cls(backend, str(me.pid), me.host, me.space, me.began, current_time_iso(), state)
 
     @classmethod
-    def begun(cls, run: RunDir, backend: str, state: JobState) -> JobRecord:
+    def at_start(cls, run: RunDir, backend: str, state: JobState) -> JobRecord:
         """Return the record of this process's job.
 
         If `ortlaunch submit` queued it, the record is that of the scheduler's job.
         """
-        scheduler, _, number = os.environ.get(JOB_VARIABLE, "").partition(":")
-        if not number:
-            return cls.of_this_process(backend, state)
+        scheduler, _, job_id = os.environ.get(JOB_VARIABLE, "").partition(":")
+        if not job_id:
+            return cls.for_this_process(backend, state)
         queued = cls.read(run)
-        started, failed = (queued.started, queued.attempts) if queued else (now(), ())
-        return cls(scheduler, number, socket.gethostname(), "", "", started, state, attempts=failed)
+        started, failed = (queued.started, queued.attempts) if queued else (current_time_iso(), ())
+        return cls(scheduler, job_id, socket.gethostname(), "", "", started, state, attempts=failed)
 
     @classmethod
     def read(cls, run: RunDir) -> JobRecord | None:
@@ -115,13 +115,15 @@ class JobRecord:
             InputError: the file is no record of a job.
         """
         try:
-            value = read_json(run.job)
+            value = read_own_json(run.job)
             attempts = tuple(
-                from_json(Attempt, {**one, "cause": Cause(one["cause"])})
-                for one in value.get("attempts", ())
+                from_json(Attempt, {**attempt, "cause": Cause(attempt["cause"])})
+                for attempt in value.get("attempts", ())
             )
-            failed = value.get("failure")
-            failure = failed and from_json(Failure, {**failed, "cause": Cause(failed.get("cause"))})
+            failure_value = value.get("failure")
+            failure = failure_value and from_json(
+                Failure, {**failure_value, "cause": Cause(failure_value.get("cause"))}
+            )
             state = JobState(value["state"])
             record = from_json(
                 cls, {**value, "state": state, "failure": failure, "attempts": attempts}
@@ -145,22 +147,22 @@ class JobRecord:
 
     def write(self, run: RunDir) -> None:
         """Write the record into the run folder."""
-        write_json(run.job, {**asdict(self), "state": self.state.value})
+        write_json_atomically(run.job, {**asdict(self), "state": self.state.value})
 
-    def at_end(
+    def ended_record(
         self, state: JobState, exit_status: int, verdict: str, failure: Failure | None = None
     ) -> JobRecord:
         """Return the record of the same job, ended now."""
         return replace(
             self,
             state=state,
-            ended=now(),
+            ended=current_time_iso(),
             exit_status=exit_status,
             verdict=verdict,
             failure=failure,
         )
 
 
-def now() -> str:
+def current_time_iso() -> str:
     """Return the current local time with its offset; ISO 8601, in seconds."""
     return datetime.now(timezone.utc).astimezone().isoformat(timespec="seconds")

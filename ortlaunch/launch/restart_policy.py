@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ortlaunch.cause import Cause
 from ortlaunch.launch.record import Attempt
-from ortlaunch.units import counted
+from ortlaunch.units import count_with_noun
 
 # Seconds before the next start: the first value is doubled up to the longest.
 _FIRST_WAIT = 1.0
@@ -18,57 +18,63 @@ _FURTHER_STEPS = 100
 _KILLED = 137
 
 
-def in_vain(failed: Sequence[Attempt], limit: int) -> str | None:
+def reason_not_to_restart(failed_attempts: Sequence[Attempt], max_restarts: int) -> str | None:
     """Return why the ranks are not started again; None if they are."""
-    *before, last = failed
-    if before and _same(before[-1], last):
-        where = "before any rank started" if last.step is None else f"after step {last.step}"
+    *earlier_attempts, last_attempt = failed_attempts
+    if earlier_attempts and _repeats_failure(earlier_attempts[-1], last_attempt):
+        where = (
+            "before any rank started"
+            if last_attempt.step is None
+            else f"after step {last_attempt.step}"
+        )
         return (
-            f"not restarted: the same failure {where} as before ({last.failure}), so it is "
+            f"not restarted: the same failure {where} as before ({last_attempt.failure}), so it is "
             "deterministic"
         )
-    if restarts_without_progress(failed) >= limit:
+    if restarts_without_progress(failed_attempts) >= max_restarts:
         return (
-            f"not started again: {counted(limit, 'restart')} without progress "
-            f"(launch.max_restarts: {limit})"
+            f"not started again: {count_with_noun(max_restarts, 'restart')} without progress "
+            f"(launch.max_restarts: {max_restarts})"
         )
     return None
 
 
-def restarts_without_progress(failed: Sequence[Attempt]) -> int:
+def restarts_without_progress(failed_attempts: Sequence[Attempt]) -> int:
     """Count the newest starts of which each made no progress over the one before it."""
     count = 0
-    for before, after in zip(failed, failed[1:]):
-        count = 0 if _progressed(before, after) else count + 1
+    for earlier, later in zip(failed_attempts, failed_attempts[1:]):
+        count = 0 if _made_progress(earlier, later) else count + 1
     return count
 
 
-def _progressed(before: Attempt, after: Attempt) -> bool:
+def _made_progress(earlier: Attempt, later: Attempt) -> bool:
     """Whether the later attempt left a new complete checkpoint, or did many more steps."""
     return (
-        after.checkpoint > before.checkpoint
-        or (after.step or 0) >= (before.step or 0) + _FURTHER_STEPS
+        later.checkpoint > earlier.checkpoint
+        or (later.step or 0) >= (earlier.step or 0) + _FURTHER_STEPS
     )
 
 
-def _same(one: Attempt, other: Attempt) -> bool:
+def _repeats_failure(earlier: Attempt, later: Attempt) -> bool:
     """Whether the second failure repeats the first."""
     # A lost host and a SIGKILL come from outside and may not come again. A SIGKILL for memory does.
-    is_killed = other.exit_status == _KILLED and other.cause is not Cause.OUT_OF_MEMORY
-    if is_killed or other.cause is Cause.HOST_LOST:
+    is_killed = later.exit_status == _KILLED and later.cause is not Cause.OUT_OF_MEMORY
+    if is_killed or later.cause is Cause.HOST_LOST:
         return False
-    return (_words(one.failure), one.exit_status, one.step) == (
-        _words(other.failure),
-        other.exit_status,
-        other.step,
+    return (_text_without_numbers(earlier.failure), earlier.exit_status, earlier.step) == (
+        _text_without_numbers(later.failure),
+        later.exit_status,
+        later.step,
     )
 
 
-def _words(failure: str) -> str:
+def _text_without_numbers(failure: str) -> str:
     """Return the text without numbers, such as process ids and addresses, which vary by start."""
     return re.sub(r"0x[0-9a-f]+|\d+(\.\d+)?", "#", failure)
 
 
-def wait_seconds(failed: Sequence[Attempt]) -> float:
+def restart_delay_seconds(failed_attempts: Sequence[Attempt]) -> float:
     """Return the seconds to wait before the next start; they double with each one in vain."""
-    return float(min(_LONGEST_WAIT, _FIRST_WAIT * 2 ** min(restarts_without_progress(failed), 20)))
+    return float(
+        min(_LONGEST_WAIT, _FIRST_WAIT * 2 ** min(restarts_without_progress(failed_attempts), 20))
+    )

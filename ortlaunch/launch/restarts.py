@@ -15,66 +15,88 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from ortlaunch.launch.attempts import newest_checkpoint, record_attempt, set_aside
-from ortlaunch.launch.failure import End
+from ortlaunch.launch.attempts import (
+    failed_attempt_record,
+    move_logs_and_errors_to_attempt,
+    newest_complete_checkpoint_step,
+)
+from ortlaunch.launch.failure import RunEnd
 from ortlaunch.launch.record import Attempt
-from ortlaunch.launch.restart_policy import in_vain, restarts_without_progress, wait_seconds
+from ortlaunch.launch.restart_policy import (
+    reason_not_to_restart,
+    restart_delay_seconds,
+    restarts_without_progress,
+)
 from ortlaunch.rank import EXIT_SAVED, NO_FAULT
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.units import counted, duration
+from ortlaunch.units import clock_duration, count_with_noun
 
 
-class Ended(NamedTuple):
+class EndedAttempt(NamedTuple):
     """The end of one start of the ranks; `stopped`: a signal to this command stopped it."""
 
-    end: End
+    end: RunEnd
     stopped: bool
 
 
-def supervise(
+def start_ranks_until_end(
     run: RunDir,
-    limit: int,
-    record: Callable[[Sequence[Attempt]], None],
-    start: Callable[[int], Ended],
-) -> Ended:
+    max_restarts: int,
+    record_failed_attempts: Callable[[Sequence[Attempt]], None],
+    start_and_wait: Callable[[int], EndedAttempt],
+) -> EndedAttempt:
     """Start the ranks, and again after each fault, until they end well or a restart is useless.
 
     Args:
-        limit: highest number of restarts without progress.
-        record: function that records the failed attempts, after each of them.
-        start: function that starts the ranks and waits; its argument counts the starts from 1.
+        max_restarts: highest number of restarts without progress.
+        record_failed_attempts: function that records the failed attempts, after each of them.
+        start_and_wait: function that starts the ranks and waits; its argument counts the starts from 1.
     """
-    failed: list[Attempt] = []
-    checkpoint = newest_checkpoint(run)
-    for number in itertools.count(1):
+    failed_attempts: list[Attempt] = []
+    checkpoint_at_start = newest_complete_checkpoint_step(run)
+    for start_number in itertools.count(1):
         began = time.monotonic()
-        ended = start(number)
+        ended = start_and_wait(start_number)
         # A requested restart is no fault and counts as no attempt.
-        if _is_to_go_on(run, ended):
-            checkpoint = newest_checkpoint(run)
+        if _accept_restart_request(run, ended):
+            checkpoint_at_start = newest_complete_checkpoint_step(run)
             continue
-        if ended.end.status == 0 or ended.stopped or ended.end.status in NO_FAULT or not limit:
-            return _with_count(ended, failed)
-        failed.append(
-            record_attempt(run, ended.end, len(failed) + 1, time.monotonic() - began, checkpoint)
+        if (
+            ended.end.status == 0
+            or ended.stopped
+            or ended.end.status in NO_FAULT
+            or not max_restarts
+        ):
+            return _add_restart_count(ended, failed_attempts)
+        failed_attempts.append(
+            failed_attempt_record(
+                run,
+                ended.end,
+                len(failed_attempts) + 1,
+                time.monotonic() - began,
+                checkpoint_at_start,
+            )
         )
-        record(failed)
-        reason = in_vain(failed, limit)
+        record_failed_attempts(failed_attempts)
+        reason = reason_not_to_restart(failed_attempts, max_restarts)
         if not reason:
-            _wait(run, failed, limit)
+            _wait_before_restart(run, failed_attempts, max_restarts)
             # A stop may have been requested during the wait.
             reason = "not restarted: a stop was requested" if run.stop_request.exists() else None
         if reason:
-            return ended._replace(end=ended.end.followed_by(reason))
+            return ended._replace(end=ended.end.with_appended_line(reason))
         # Only before a further start: the last attempt's logs and errors stay in the run folder.
-        kept = set_aside(run)
-        failed[-1] = replace(failed[-1], folder=f"{run.attempts.name}/{kept}" if kept else None)
-        record(failed)
-        checkpoint = newest_checkpoint(run)
+        attempt_number = move_logs_and_errors_to_attempt(run)
+        failed_attempts[-1] = replace(
+            failed_attempts[-1],
+            folder=f"{run.attempts.name}/{attempt_number}" if attempt_number else None,
+        )
+        record_failed_attempts(failed_attempts)
+        checkpoint_at_start = newest_complete_checkpoint_step(run)
     raise AssertionError
 
 
-def _is_to_go_on(run: RunDir, ended: Ended) -> bool:
+def _accept_restart_request(run: RunDir, ended: EndedAttempt) -> bool:
     """Whether the run saved because `ortlaunch restart` requested another start."""
     if ended.stopped or ended.end.status != EXIT_SAVED or not run.restart_request.exists():
         return False
@@ -88,26 +110,31 @@ def _is_to_go_on(run: RunDir, ended: Ended) -> bool:
     return True
 
 
-def _wait(run: RunDir, failed: Sequence[Attempt], limit: int) -> None:
-    seconds = wait_seconds(failed)
-    newest = newest_checkpoint(run)
-    where = f"after step {newest}" if newest else "at step 1, because no checkpoint is complete"
-    used = restarts_without_progress(failed) + 1
+def _wait_before_restart(
+    run: RunDir, failed_attempts: Sequence[Attempt], max_restarts: int
+) -> None:
+    seconds = restart_delay_seconds(failed_attempts)
+    newest = newest_complete_checkpoint_step(run)
+    position_text = (
+        f"after step {newest}" if newest else "at step 1, because no checkpoint is complete"
+    )
+    used = restarts_without_progress(failed_attempts) + 1
     print(
-        f"{failed[-1].verdict}\nortlaunch: attempt {failed[-1].number} failed; "
+        f"{failed_attempts[-1].verdict}\nortlaunch: attempt {failed_attempts[-1].number} failed; "
         "restarting the ranks in "
-        f"{seconds:.0f} s, {where} (restart {used} of {limit} without progress)",
+        f"{seconds:.0f} s, {position_text} (restart {used} of {max_restarts} without progress)",
         file=sys.stderr, flush=True,
     )  # fmt: skip
     time.sleep(seconds)
 
 
-def _with_count(ended: Ended, failed: Sequence[Attempt]) -> Ended:
+def _add_restart_count(ended: EndedAttempt, failed_attempts: Sequence[Attempt]) -> EndedAttempt:
     """Return a good end with a note on the restarts before it."""
-    if not failed or ended.end.status:
+    if not failed_attempts or ended.end.status:
         return ended
-    took = duration(sum(one.seconds for one in failed))
-    said = (
-        f"{ended.end.text}, after {counted(len(failed), 'restart')} (failed attempts took {took})"
+    duration_text = clock_duration(sum(attempt.seconds for attempt in failed_attempts))
+    end_text = (
+        f"{ended.end.text}, after {count_with_noun(len(failed_attempts), 'restart')} "
+        f"(failed attempts took {duration_text})"
     )
-    return ended._replace(end=End(0, said))
+    return ended._replace(end=RunEnd(0, end_text))

@@ -16,7 +16,7 @@ def needs_no_ssh(host: str) -> bool:
     return "@" not in host and is_this_host(host)
 
 
-def ssh(
+def ssh_argv(
     host: str, command: Iterable[str], connect_seconds: int, alive_seconds: int | None = None
 ) -> list[str]:
     """Return the ssh command that runs `command` on a host, without a terminal and without prompts.

@@ -14,33 +14,33 @@ import socket
 from pathlib import Path
 from typing import NamedTuple
 
-from ortlaunch.run_folder.folder import write_json
+from ortlaunch.run_folder.folder import write_json_atomically
 
 PRUNER = "the pruner of its sweep"
 """The sender of the request that ends a trial of a sweep."""
 
 
-class Stop(NamedTuple):
+class StopRequest(NamedTuple):
     """How the ranks of one run are requested to stop."""
 
-    file: str
+    request_path: str
     # A file; if it exists, the ranks end at once in any case.
-    cancelled: str
+    cancelled_path: str
     grace_seconds: int
 
     @property
     def is_cancelled(self) -> bool:
         """Whether `ortlaunch cancel` cancelled the run."""
-        return os.path.exists(self.cancelled)
+        return os.path.exists(self.cancelled_path)
 
-    def write(self, by: str) -> None:
+    def write_unless_present(self, sender: str) -> None:
         """Write the request, unless there is one."""
         # On a full disk the signal alone has to reach the ranks.
-        if not os.path.exists(self.file):
+        if not os.path.exists(self.request_path):
             with contextlib.suppress(OSError):
-                write_request(Path(self.file), by)
+                write_stop_request(Path(self.request_path), sender)
 
 
-def write_request(path: Path, by: str) -> None:
+def write_stop_request(path: Path, sender: str) -> None:
     """Write a stop request into the run folder, completely or not at all."""
-    write_json(path, {"by": by, "pid": os.getpid(), "host": socket.gethostname()})
+    write_json_atomically(path, {"by": sender, "pid": os.getpid(), "host": socket.gethostname()})

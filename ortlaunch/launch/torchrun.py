@@ -20,8 +20,8 @@ from pathlib import Path
 
 from ortlaunch import start
 from ortlaunch.errors import PlanError
-from ortlaunch.launch import Request, limits_of, stop_of
-from ortlaunch.launch.private import private_folder
+from ortlaunch.launch import LaunchRequest, launch_limits, stop_request_of_plan
+from ortlaunch.launch.private import private_folder_path
 from ortlaunch.launch.processes import cancel, state, submit, wait
 from ortlaunch.launch.ssh import needs_no_ssh
 from ortlaunch.launch_plan import Node, Plan
@@ -48,7 +48,7 @@ def check(nodes: Sequence[Node], run_dir: RunDir) -> None:
         )
 
 
-def request(plan: Plan, run_dir: RunDir) -> Request:
+def request(plan: Plan, run_dir: RunDir) -> LaunchRequest:
     """Return a torchrun command with a rendezvous in a file; it never restarts ranks by itself."""
     check(plan.nodes, run_dir)
     # torchrun warns and sets OMP_NUM_THREADS=1 where it is unset.
@@ -66,64 +66,69 @@ def request(plan: Plan, run_dir: RunDir) -> Request:
         **dict(plan.env),
     }
     if len(plan.nodes) > 1 or not needs_no_ssh(plan.nodes[0].host):
-        return _on_hosts(plan, run_dir, env)
-    private = private_folder(run_dir)
-    rendezvous = private / run_dir.rendezvous.name
+        return _request_over_ssh(plan, run_dir, env)
+    private_path = private_folder_path(run_dir)
+    rendezvous = private_path / run_dir.rendezvous.name
     # Without --log-dir, torchrun leaves a folder in /tmp for good.
-    argv = _torchrun(plan, run_dir, "localhost", rendezvous, (f"--log-dir={private}",))
+    argv = _torchrun_argv(plan, run_dir, "localhost", rendezvous, (f"--log-dir={private_path}",))
     files = ((str(rendezvous), ""),)
-    stop = stop_of(plan, run_dir)
-    return Request(
+    stop = stop_request_of_plan(plan, run_dir)
+    return LaunchRequest(
         argv,
         tuple(sorted(env.items())),
         files,
         notifies_ranks=False,
         stop=stop,
-        private=str(private),
-        limits=limits_of(plan, run_dir),
+        private_folder=str(private_path),
+        limits=launch_limits(plan, run_dir),
     )
 
 
-def _on_hosts(plan: Plan, run_dir: RunDir, env: dict[str, str]) -> Request:
+def _request_over_ssh(plan: Plan, run_dir: RunDir, variables: dict[str, str]) -> LaunchRequest:
     """Return the request that starts one torchrun on each host through ssh."""
     # Without `threads` in the plan, each host's own value of OMP_NUM_THREADS counts.
     if plan.threads is None:
-        env = {
+        variables = {
             name: value
-            for name, value in env.items()
+            for name, value in variables.items()
             if name != "OMP_NUM_THREADS" or name in dict(plan.env)
         }
-    many = len(plan.nodes) > MOST_RENDEZVOUS_HOSTS
+    exceeds_rendezvous = len(plan.nodes) > MOST_RENDEZVOUS_HOSTS
     # A torchrun of an earlier start on a host that comes back must not find this one's file.
     rendezvous = run_dir.rendezvous / os.urandom(4).hex()
     # torchrun orders the nodes by the name in --local-addr, hence the number with leading zeros.
     agents = [
-        {"host": node.host, "argv": _node(plan, run_dir, number) if many
-         else _torchrun(plan, run_dir, f"{number:05d}.{node.host}", rendezvous)}
-        for number, node in enumerate(plan.nodes)
+        {"host": node.host, "argv": _node_argv(plan, run_dir, node_index) if exceeds_rendezvous
+         else _torchrun_argv(plan, run_dir, f"{node_index:05d}.{node.host}", rendezvous)}
+        for node_index, node in enumerate(plan.nodes)
     ]  # fmt: skip
-    work = {
+    job_message = {
         "agents": agents,
-        "env": dict(sorted(env.items())),
+        "env": dict(sorted(variables.items())),
         "forward": plan.forward,
         "grace_seconds": plan.grace_seconds if plan.traits.saves else GRACE_SECONDS,
     }
     files = (
         (str(rendezvous), ""),
         (str(run_dir.meeting), ""),
-        (str(run_dir.agents), json.dumps(work) + "\n"),
+        (str(run_dir.agents), json.dumps(job_message) + "\n"),
     )
-    argv = (*start.command("ortlaunch.launch.over_ssh", plan.argv[0]), str(run_dir.agents))
-    return Request(argv, files=files, stop=stop_of(plan, run_dir), limits=limits_of(plan, run_dir))
+    argv = (*start.module_command("ortlaunch.launch.over_ssh", plan.argv[0]), str(run_dir.agents))
+    return LaunchRequest(
+        argv,
+        files=files,
+        stop=stop_request_of_plan(plan, run_dir),
+        limits=launch_limits(plan, run_dir),
+    )
 
 
-def _node(plan: Plan, run_dir: RunDir, number: int) -> tuple[str, ...]:
+def _node_argv(plan: Plan, run_dir: RunDir, node_index: int) -> tuple[str, ...]:
     """Return the command of one of many hosts: launch/node.py, which needs no rendezvous."""
     return (
-        *start.command("ortlaunch.launch.node", plan.argv[0]),
+        *start.module_command("ortlaunch.launch.node", plan.argv[0]),
         f"--nodes={len(plan.nodes)}",
         f"--ranks={plan.nodes[0].slots}",
-        f"--number={number}",
+        f"--number={node_index}",
         # Never used: the ranks meet through the run folder.
         "--master=127.0.0.1",
         "--",
@@ -132,19 +137,23 @@ def _node(plan: Plan, run_dir: RunDir, number: int) -> tuple[str, ...]:
     )
 
 
-def _torchrun(
-    plan: Plan, run_dir: RunDir, name: str, rendezvous: Path, more: tuple[str, ...] = ()
+def _torchrun_argv(
+    plan: Plan,
+    run_dir: RunDir,
+    node_name: str,
+    rendezvous: Path,
+    extra_options: tuple[str, ...] = (),
 ) -> tuple[str, ...]:
-    """Return the command of one host; torchrun numbers the hosts in the order of `name`."""
+    """Return the command of one host; torchrun numbers the hosts in the order of `node_name`."""
     return (
-        *start.command("torch.distributed.run", plan.argv[0]),
+        *start.module_command("torch.distributed.run", plan.argv[0]),
         f"--nnodes={len(plan.nodes)}",
         f"--nproc-per-node={plan.nodes[0].slots}",
         "--rdzv-backend=c10d",
         f"--rdzv-endpoint={rendezvous}",
         f"--rdzv-conf=store_type=file,keep_alive_interval={_KEEP_ALIVE_SECONDS}",
-        f"--local-addr={name}",
-        *more,
+        f"--local-addr={node_name}",
+        *extra_options,
         # launch/restarts.py restarts the ranks, for all launchers alike.
         "--max-restarts=0",
         "--no-python",

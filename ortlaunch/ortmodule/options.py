@@ -232,13 +232,13 @@ def settle_deepcopy(module: nn.Module, settings: Settings) -> bool:
     size = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
     limit = _limit_of(module, settings.processes_on_host)
     # The copy takes `size` bytes during the export; as many must stay free.
-    copied = 2 * size <= limit.free if asked is None else asked
+    copied = 2 * size <= limit.free_bytes if asked is None else asked
     _report["deepcopy_before_export"] = {
         "used": copied,
         "parameter_bytes": size,
-        "free_bytes": limit.free,
+        "free_bytes": limit.free_bytes,
         "limit": limit.name,
-        "limit_bytes": limit.size,
+        "limit_bytes": limit.total_bytes,
     }
     return copied
 
@@ -252,8 +252,8 @@ def _limit_of(module: nn.Module, processes: int) -> machine.MemoryLimit:
 
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     if device.type != "cuda":
-        limit = machine.tightest_free()
-        return limit._replace(free=limit.free // processes)
+        limit = machine.memory_limit_with_least_free()
+        return limit._replace(free_bytes=limit.free_bytes // processes)
     free, size = torch.cuda.mem_get_info(device)
     return machine.MemoryLimit(f"GPU {device.index}", size, free)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import signal
 
 from ortlaunch.errors import InputError, LaunchError
-from ortlaunch.launch import JobState, backend
-from ortlaunch.launch.orphans import send
+from ortlaunch.launch import JobState, load_backend
+from ortlaunch.launch.orphans import send_signal
 from ortlaunch.launch.processes import KILLED_SECONDS
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.launchers import LAUNCHERS
@@ -16,10 +16,10 @@ from ortlaunch.other_runs.status import Status, elsewhere, read_status
 from ortlaunch.process import Process, wait_until
 from ortlaunch.rank import GRACE_SECONDS
 from ortlaunch.run_folder import lock
-from ortlaunch.run_folder.folder import RunDir, write_text
+from ortlaunch.run_folder.folder import RunDir, write_text_atomically
 
 # Added to the ranks' grace, once their command was killed.
-_MORE_SECONDS = 4.0
+_EXTRA_GRACE_SECONDS = 4.0
 
 
 def cancel(run: RunDir) -> str:
@@ -37,8 +37,8 @@ def cancel(run: RunDir) -> str:
     try:
         if not status.state.is_end:
             # Without this file, SIGTERM would request the ranks to save first.
-            write_text(run.cancelled, "")
-            backend(status.job.backend).cancel(status.job)
+            write_text_atomically(run.cancelled, "")
+            load_backend(status.job.backend).cancel(status.job)
         killed = _end_rest(run, status.job.process)
     except PermissionError:
         raise InputError(
@@ -69,11 +69,11 @@ def _refuse(run: RunDir, status: Status) -> None:
 
 def _end_rest(run: RunDir, command: Process) -> int:
     """Wait for the ranks, which end with their command; kill the others and return their number."""
-    if wait_until(lambda: not _left(run, command), GRACE_SECONDS + _MORE_SECONDS):
+    if wait_until(lambda: not _left(run, command), GRACE_SECONDS + _EXTRA_GRACE_SECONDS):
         return 0
     left = _left(run, command)
     for pid in left:
-        send(pid, signal.SIGKILL)
+        send_signal(pid, signal.SIGKILL)
     if not wait_until(lambda: not _left(run, command), KILLED_SECONDS):
         raise LaunchError(
             f"{run}: SIGKILL did not end process {', '.join(map(str, _left(run, command)))}"
@@ -84,7 +84,7 @@ def _end_rest(run: RunDir, command: Process) -> int:
 def _left(run: RunDir, command: Process) -> list[int]:
     """Return the living processes of that command's run."""
     # Another command may have started a run in the folder meanwhile.
-    return lock.alive_at(run) if lock.command_at(run) == command else []
+    return lock.living_process_ids(run) if lock.last_command_of_run(run) == command else []
 
 
 def _record(run: RunDir, job: JobRecord, killed: int) -> None:
@@ -92,7 +92,7 @@ def _record(run: RunDir, job: JobRecord, killed: int) -> None:
     written = JobRecord.read(run)
     if written is not None and written.process == job.process and not written.state.is_end:
         said = f"ortlaunch: cancelled; the command had to be killed{_killed(killed)}"
-        written.at_end(JobState.CANCELLED, 128 + signal.SIGKILL, said).write(run)
+        written.ended_record(JobState.CANCELLED, 128 + signal.SIGKILL, said).write(run)
 
 
 def _done(run: RunDir, job: JobRecord) -> str:

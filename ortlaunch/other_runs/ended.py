@@ -19,14 +19,14 @@ from dataclasses import replace
 
 from ortlaunch.cause import Cause, Failure
 from ortlaunch.launch import JobState
-from ortlaunch.launch.attempts import failed_turn
-from ortlaunch.launch.failure import End, explain_end, first_failure
+from ortlaunch.launch.attempts import failed_scheduler_job_record
+from ortlaunch.launch.failure import RunEnd, classify_run_end, first_error_record
 from ortlaunch.launch.record import JobRecord
-from ortlaunch.launch.restart_policy import in_vain, restarts_without_progress
+from ortlaunch.launch.restart_policy import reason_not_to_restart, restarts_without_progress
 from ortlaunch.other_runs.queued import is_prepared
 from ortlaunch.rank import EXIT_SAVED
-from ortlaunch.run_folder.cause_text import OURS
-from ortlaunch.run_folder.folder import COMPLETE, RunDir, read_text, write_text
+from ortlaunch.run_folder.cause_text import COMMAND_PREFIX
+from ortlaunch.run_folder.folder import COMPLETE, RunDir, read_own_text, write_text_atomically
 from ortlaunch.schedulers.slurm import TURN
 
 _FIRST_TASK = re.compile(r"task 0: Exited with exit code (\d+)")
@@ -45,27 +45,31 @@ def main() -> int:
         print("ortlaunch: a later turn of this job has the run", file=sys.stderr, flush=True)
         return status
     end = _end(run, status)
-    record = JobRecord.begun(run, "inside", JobState.RUNNING)
-    if end.status == EXIT_SAVED and not run.stopped_by_user():
-        write_text(run.requeue_request, "")
+    record = JobRecord.at_start(run, "inside", JobState.RUNNING)
+    if end.status == EXIT_SAVED and not run.was_stopped_by_user():
+        write_text_atomically(run.requeue_request, "")
     elif limit:
         record, end = _after_a_fault(run, record, end, limit)
     if record.state is not JobState.PENDING:
-        record = record.at_end(JobState.of_status(end.status), end.status, end.text, end.failure)
+        record = record.ended_record(
+            JobState.state_of_exit_status(end.status), end.status, end.text, end.failure
+        )
     record.write(run)
     print(end.text, file=sys.stderr if end.status else sys.stdout, flush=True)
     return end.status
 
 
-def _end(run: RunDir, status: int) -> End:
+def _end(run: RunDir, status: int) -> RunEnd:
     if is_prepared(run):
-        end = explain_end(run, status)
+        end = classify_run_end(run, status)
         ended = [line for line in _lines(run) if _BY_SLURM.search(line)]
-        if ended and first_failure(run) is None:
-            end = End.of(status, Failure(Cause.UNKNOWN, f"Slurm ended the ranks: {ended[0]}"))
+        if ended and first_error_record(run) is None:
+            end = RunEnd.from_failure(
+                status, Failure(Cause.UNKNOWN, f"Slurm ended the ranks: {ended[0]}")
+            )
     # An earlier start of the job had completed the run.
     elif status == 0 and run.request.exists():
-        return End(0, f"done: {run}")
+        return RunEnd(0, f"done: {run}")
     else:
         said = _lines(run)
         # The first task's status; srun's may be that of a task which was ended after it.
@@ -73,14 +77,14 @@ def _end(run: RunDir, status: int) -> End:
         status = int(first[-1]) if first else status or 1
         own = [line for line in said if not line.startswith(("srun:", "slurmstepd:"))]
         why = f"srun ended with status {status} before rank 0 prepared {run}"
-        last = own[-1].removeprefix(OURS) if own else "its output says no more"
-        end = End.of(status, Failure(Cause.UNKNOWN, f"{why}: {last}"))
+        last = own[-1].removeprefix(COMMAND_PREFIX) if own else "its output says no more"
+        end = RunEnd.from_failure(status, Failure(Cause.UNKNOWN, f"{why}: {last}"))
     if end.status == EXIT_SAVED and _is_in_vain(run):
         why = (
             "the time limit was reached before the first step; raise submit.time or lower "
             "submit.signal_seconds"
         )
-        return end.followed_by(f"not requeued: {why}")._replace(status=1)
+        return end.with_appended_line(f"not requeued: {why}")._replace(status=1)
     return end
 
 
@@ -88,7 +92,7 @@ def _lines(run: RunDir) -> list[str]:
     """Return the lines that this turn of the job has printed so far."""
     path = run.logs / f"slurm-{os.environ.get('SLURM_JOB_ID')}.out"
     # Turns append to one file.
-    lines = read_text(path).splitlines() if path.exists() else []
+    lines = read_own_text(path).splitlines() if path.exists() else []
     begins = [number for number, line in enumerate(lines) if line.startswith(TURN)]
     return [line.strip() for line in lines[begins[-1] + 1 if begins else 0 :] if line.strip()]
 
@@ -96,11 +100,11 @@ def _lines(run: RunDir) -> list[str]:
 def _is_in_vain(run: RunDir) -> bool:
     """Whether a requeued start ran into the time limit before its first step."""
     # The next start would end in the same way.
-    if os.environ.get("SLURM_RESTART_COUNT", "0") in ("", "0") or run.stopped_by_user():
+    if os.environ.get("SLURM_RESTART_COUNT", "0") in ("", "0") or run.was_stopped_by_user():
         return False
     if not is_prepared(run):
         return True
-    first = first_failure(run)
+    first = first_error_record(run)
     # Slurm sends SIGUSR1 `submit.signal_seconds` before the time limit.
     if run.stopped.exists() or first is None or first.get("signal") != signal.SIGUSR1:
         return False
@@ -110,7 +114,9 @@ def _is_in_vain(run: RunDir) -> bool:
     )
 
 
-def _after_a_fault(run: RunDir, record: JobRecord, end: End, limit: int) -> tuple[JobRecord, End]:
+def _after_a_fault(
+    run: RunDir, record: JobRecord, end: RunEnd, limit: int
+) -> tuple[JobRecord, RunEnd]:
     """Request a requeue if `launch.max_restarts` allows it.
 
     Returns:
@@ -119,18 +125,20 @@ def _after_a_fault(run: RunDir, record: JobRecord, end: End, limit: int) -> tupl
     """
     prepared = is_prepared(run)
     began = run.job_script.stat().st_mtime
-    failed = failed_turn(run, end, len(record.attempts) + 1, time.time() - began, prepared)
+    failed = failed_scheduler_job_record(
+        run, end, len(record.attempts) + 1, time.time() - began, prepared
+    )
     if failed is None:
         return record, end
     attempts = (*record.attempts, failed)
     record = replace(record, attempts=attempts)
-    reason = in_vain(attempts, limit)
+    reason = reason_not_to_restart(attempts, limit)
     if reason is not None:
-        return record, end.followed_by(reason)
-    write_text(run.requeue_request, "")
+        return record, end.with_appended_line(reason)
+    write_text_atomically(run.requeue_request, "")
     used = f"restart {restarts_without_progress(attempts) + 1} of {limit} without progress"
     said = f"attempt {failed.number} failed; a requeue is requested ({used})"
-    return replace(record, state=JobState.PENDING), end.followed_by(said)
+    return replace(record, state=JobState.PENDING), end.with_appended_line(said)
 
 
 if __name__ == "__main__":

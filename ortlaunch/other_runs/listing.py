@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from itertools import islice
 
-from ortlaunch.errors import InputError, first_line
+from ortlaunch.errors import InputError, first_message_line
 from ortlaunch.launch import JobState
 from ortlaunch.other_runs import registry
 from ortlaunch.other_runs.queued import SharedQueue
 from ortlaunch.other_runs.status import Status, read_status
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.units import number
+from ortlaunch.units import number_or_none
 
 _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     "<": operator.lt,
@@ -59,20 +59,20 @@ def _readable(run: RunDir, queue: SharedQueue) -> Iterator[Status]:
     try:
         yield read_status(run, queue)
     except Exception as error:
-        print(f"left out: {run}: {first_line(error)}", file=sys.stderr, flush=True)
+        print(f"left out: {run}: {first_message_line(error)}", file=sys.stderr, flush=True)
 
 
 def _limit(metric: str) -> Callable[[Status], bool]:
     """Return whether a run's newest value is within a limit."""
     parts = re.fullmatch(r"(\w+)\s*([<>]=?)\s*([-+.e\d]+)", metric)
-    limit = number(parts[3]) if parts else None
+    limit = number_or_none(parts[3]) if parts else None
     if parts is None or limit is None:
         raise InputError(f"metric: got {metric}; give a limit, as 'evaluation_loss<1.5'")
     name = parts[1]
     compare = _COMPARISONS[parts[2]]
 
     def keeps(status: Status) -> bool:
-        value = number(status.metrics.get(name))
+        value = number_or_none(status.metrics.get(name))
         return value is not None and compare(value, limit)
 
     return keeps

@@ -80,7 +80,11 @@ def _files(run: RunDir, rank: int, queued: bool) -> list[Path]:
     # In a Slurm job the batch script and rank 0 write to the same file.
     if queued and rank == 0:
         return sorted(run.logs.glob("slurm-*.out"))
-    return [path for path in (run.log(rank, "out"), run.log(rank, "err")) if path.exists()]
+    return [
+        path
+        for path in (run.rank_log_path(rank, "out"), run.rank_log_path(rank, "err"))
+        if path.exists()
+    ]
 
 
 class _Position:

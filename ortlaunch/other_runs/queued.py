@@ -11,10 +11,10 @@ from datetime import datetime
 from ortlaunch.cause import Cause, Failure
 from ortlaunch.errors import LaunchError
 from ortlaunch.launch import JobState
-from ortlaunch.launch.failure import End, explain_end
+from ortlaunch.launch.failure import RunEnd, classify_run_end
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.rank import EXIT_SAVED
-from ortlaunch.run_folder.folder import RunDir, read_text
+from ortlaunch.run_folder.folder import RunDir, read_own_text
 from ortlaunch.schedulers import SCHEDULERS, QueueState, scheduler
 
 # A preempted job is not among them: the scheduler may queue it again.
@@ -93,7 +93,7 @@ def found(run: RunDir, job: JobRecord, queue: Queue = ask) -> JobRecord:
 def _refusal(run: RunDir) -> str:
     """Return a line on a requeue that the scheduler refused; "" if it refused none."""
     # The job's script writes the scheduler's words into the request.
-    said = read_text(run.requeue_request).strip() if run.requeue_request.exists() else ""
+    said = read_own_text(run.requeue_request).strip() if run.requeue_request.exists() else ""
     return f"\n{said}; `ortlaunch submit` with this run folder continues it" if said else ""
 
 
@@ -124,7 +124,7 @@ def cancel(run: RunDir, job: JobRecord) -> JobRecord:
         time.sleep(_POLL_SECONDS)
     # A job without a state was deleted; its folder is not on this host and gives no other state.
     if seen is None and SCHEDULERS[job.backend].elsewhere:
-        job.at_end(JobState.CANCELLED, 1, "ortlaunch: cancelled").write(run)
+        job.ended_record(JobState.CANCELLED, 1, "ortlaunch: cancelled").write(run)
     return found(run, JobRecord.read(run) or job)
 
 
@@ -150,7 +150,7 @@ def _ended(run: RunDir, job: JobRecord, seen: QueueState | None) -> JobRecord:
         else end.status or (0 if state is JobState.SUCCEEDED else 1)
     )
     verdict = f"{job.backend} says: {words}\n{end.text}{_refusal(run)}"
-    record = job.at_end(state, status, verdict, end.failure)
+    record = job.ended_record(state, status, verdict, end.failure)
     record.write(run)
     return record
 
@@ -163,12 +163,14 @@ def _ended_elsewhere(run: RunDir, job: JobRecord, seen: QueueState | None) -> Jo
     # The exit status of such a job is unknown here: 1 stands for every failure.
     status = {JobState.SUCCEEDED: 0, JobState.PREEMPTED: EXIT_SAVED}.get(state, 1)
     verdict = f"{job.backend} says: {words}"
-    record = job.at_end(state, status, verdict, Failure(Cause.UNKNOWN, verdict) if status else None)
+    record = job.ended_record(
+        state, status, verdict, Failure(Cause.UNKNOWN, verdict) if status else None
+    )
     record.write(run)
     return record
 
 
-def _end_of_folder(run: RunDir, job: JobRecord) -> End:
+def _end_of_folder(run: RunDir, job: JobRecord) -> RunEnd:
     """Return the end that the ranks recorded in the run folder."""
     # A summary from before this job belongs to an earlier one.
     trained = (
@@ -176,9 +178,9 @@ def _end_of_folder(run: RunDir, job: JobRecord) -> End:
         and run.summary.stat().st_mtime >= datetime.fromisoformat(job.started).timestamp()
     )
     if trained:
-        return End(0, f"done: {run}")
+        return RunEnd(0, f"done: {run}")
     if not is_prepared(run):
-        return End.of(
+        return RunEnd.from_failure(
             1, Failure(Cause.UNKNOWN, f"no rank had started; {run.logs} has the job's output")
         )
-    return explain_end(run, 1)
+    return classify_run_end(run, 1)

@@ -9,10 +9,10 @@ import re
 import sys
 from pathlib import Path
 
-from ortlaunch.cache import cache_folder
+from ortlaunch.cache import make_cache_folder
 from ortlaunch.errors import DamagedFile, FileError, InputError
 from ortlaunch.launch_plan import Plan
-from ortlaunch.run_folder.folder import RunDir, write_text
+from ortlaunch.run_folder.folder import RunDir, write_text_atomically
 from ortlaunch.search.folder import SweepDir
 
 TRAINING = "train"
@@ -23,7 +23,9 @@ def add(run: RunDir) -> None:
     path = os.path.abspath(run.path)
     try:
         # A hash of the path, so that any path makes a valid and unique file name.
-        write_text(cache_folder("runs") / hashlib.sha256(os.fsencode(path)).hexdigest()[:16], path)
+        write_text_atomically(
+            make_cache_folder("runs") / hashlib.sha256(os.fsencode(path)).hexdigest()[:16], path
+        )
     except (OSError, FileError) as error:
         print(f"`ortlaunch list` will not show {run}: {error}", file=sys.stderr, flush=True)
 
@@ -93,7 +95,7 @@ def runs() -> list[RunDir]:
     Entries of the others are deleted.
     """
     found = []
-    for file in cache_folder("runs").iterdir():
+    for file in make_cache_folder("runs").iterdir():
         # Another process may delete an entry at the same time.
         with contextlib.suppress(OSError, UnicodeDecodeError):
             run = RunDir(file.read_text(encoding="utf-8"))

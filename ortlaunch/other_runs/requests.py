@@ -17,14 +17,14 @@ from typing import NamedTuple
 from ortlaunch import recipe
 from ortlaunch.errors import InputError, LaunchError
 from ortlaunch.launch import JobState
-from ortlaunch.launch.failure import End, first_failure
-from ortlaunch.launch.stop import write_request
+from ortlaunch.launch.failure import RunEnd, first_error_record
+from ortlaunch.launch.stop import write_stop_request
 from ortlaunch.launch_plan import Plan
 from ortlaunch.other_runs.queued import is_queued
 from ortlaunch.other_runs.status import Status, read_status
 from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.units import counted
+from ortlaunch.units import count_with_noun
 
 _POLL_SECONDS = 0.2
 # Exit statuses of a run that completed, saved, or was interrupted by its user.
@@ -75,7 +75,7 @@ def stop(run: RunDir, wait: bool = True, by: str | None = None) -> StopResult:
         if not status.certain and run.stopped.exists():
             return StopResult(f"stopped: {run}", 0)
         if not status.certain and (end := _recorded_end(run, status)):
-            return StopResult(end.last, 0 if end.status in _GOOD else 1)
+            return StopResult(end.last_output, 0 if end.status in _GOOD else 1)
         time.sleep(_POLL_SECONDS)
     return StopResult(str(status), 0 if status.job.exit_status in _GOOD else 1)
 
@@ -90,7 +90,7 @@ def checkpoint(run: RunDir) -> int:
     status = read_status(run)
     if status.state is not JobState.RUNNING:
         raise InputError(f"{run}: {status.state.value}; only a training run can save")
-    _require_training(run, "checkpoint")
+    _require_training(run, "checkpoint_folder")
     before = _newest(run)
     _write_request(run, status, "checkpoint")
     # Rank 0 removes the request once it has saved, or failed to save.
@@ -98,11 +98,11 @@ def checkpoint(run: RunDir) -> int:
         if read_status(run).state.is_end:
             raise LaunchError(f"{run}: ended before it saved\n{read_status(run)}")
         if not status.certain and (end := _recorded_end(run, status)):
-            raise LaunchError(f"{run}: ended before it saved\n{end.last}")
+            raise LaunchError(f"{run}: ended before it saved\n{end.last_output}")
         time.sleep(_POLL_SECONDS)
     after = _newest(run)
     if after == before:
-        raise LaunchError(f"{run}: could not save; see {run.log(0, 'out')}")
+        raise LaunchError(f"{run}: could not save; see {run.rank_log_path(0, 'out')}")
     return after
 
 
@@ -135,7 +135,7 @@ def restart(run: RunDir) -> str:
         time.sleep(_POLL_SECONDS)
     nodes = Plan.read(run.plan).nodes
     hosts = ", ".join(node.host for node in nodes)
-    return f"restarted after step {_newest(run)} on {counted(len(nodes), 'host')}: {hosts}"
+    return f"restarted after step {_newest(run)} on {count_with_noun(len(nodes), 'host')}: {hosts}"
 
 
 def _write_request(run: RunDir, status: Status, verb: str, by: str | None = None) -> None:
@@ -149,7 +149,7 @@ def _write_request(run: RunDir, status: Status, verb: str, by: str | None = None
 
 def _write(run: RunDir, path: Path, by: str) -> None:
     try:
-        write_request(path, by)
+        write_stop_request(path, by)
     except PermissionError:
         raise InputError(
             f"{run}: belongs to another user; only that user or root may send it a request"
@@ -160,22 +160,22 @@ def _send_signal(status: Status, run: RunDir, number: int) -> None:
     """Send a signal to the run's command if it is a process of this host."""
     if status.job.process.is_here and not is_queued(status.job):
         try:
-            status.job.process.send(number)
+            status.job.process.send_signal_if_alive(number)
         except PermissionError:
             raise InputError(
                 f"{run}: belongs to another user; only that user or root may send it a request"
             ) from None
 
 
-def _recorded_end(run: RunDir, status: Status) -> End | None:
+def _recorded_end(run: RunDir, status: Status) -> RunEnd | None:
     """Return the end of a run whose command is on another host; None if it has not ended."""
     # The ranks' own records are read: if the command was killed, job.json never gets the end.
-    first = first_failure(run)
+    first = first_error_record(run)
     if first is not None:
-        return End(first["exit_status"], f"{run}: {first['summary']}")
+        return RunEnd(first["exit_status"], f"{run}: {first['summary']}")
     started = datetime.fromisoformat(status.job.started).timestamp()
     trained = run.summary.exists() and run.summary.stat().st_mtime >= started
-    return End(0, f"nothing to stop: it has ended\ndone: {run}") if trained else None
+    return RunEnd(0, f"nothing to stop: it has ended\ndone: {run}") if trained else None
 
 
 def _require_training(run: RunDir, verb: str) -> None:

@@ -10,7 +10,7 @@ from ortlaunch.evaluation_metrics import METRICS
 from ortlaunch.other_runs.registry import TRAINING
 from ortlaunch.other_runs.status import Status
 from ortlaunch.run_folder import cause_text
-from ortlaunch.units import aligned, duration, number, shortened
+from ortlaunch.units import align_columns, clock_duration, number_or_none, shorten_line
 
 _HEAD = ("state", "step", "loss", "metric", "time", "run")
 
@@ -26,16 +26,16 @@ def runs_table(statuses: Sequence[Status], columns: int) -> str:
         return "no runs"
     values = [_values(status) for status in statuses]
     # The folder has what the other columns leave.
-    taken = len(aligned([_HEAD, *((*row, "") for row in values)])[0]) - len(_HEAD[-1])
+    taken = len(align_columns([_HEAD, *((*row, "") for row in values)])[0]) - len(_HEAD[-1])
     rows = [(*row, _folder(status, columns - taken)) for row, status in zip(values, statuses)]
-    head, *lines = aligned([_HEAD, *rows])
+    head, *lines = align_columns([_HEAD, *rows])
     reasons = [_reason(status, columns) for status in statuses]
     return "\n".join([head, *(text for pair in zip(lines, reasons) for text in pair if text)])
 
 
 def _values(status: Status) -> tuple[str, ...]:
     step = "-" if status.step is None else f"{status.step}/{status.steps or '?'}"
-    loss = number(status.metrics.get("loss"))
+    loss = number_or_none(status.metrics.get("loss"))
     # The process is on another host, so the recorded state may be out of date.
     doubt = "" if status.certain else "?"
     return (
@@ -43,14 +43,14 @@ def _values(status: Status) -> tuple[str, ...]:
         step,
         "-" if loss is None else f"{loss:.4f}",
         _metric(status),
-        "-" if status.seconds is None else duration(status.seconds),
+        "-" if status.seconds is None else clock_duration(status.seconds),
     )
 
 
 def _metric(status: Status) -> str:
     """Return the newest value of the evaluation's first metric, or the evaluation loss."""
     for name in (*(name for name in METRICS if name != "loss"), "loss"):
-        value = number(status.metrics.get(f"evaluation_{name}"))
+        value = number_or_none(status.metrics.get(f"evaluation_{name}"))
         if value is not None:
             return METRICS[name].shown.removeprefix("evaluation ").format(value)
     return "-"
@@ -77,7 +77,9 @@ def _folder(status: Status, columns: int) -> str:
 def _reason(status: Status, columns: int) -> str:
     """Return an indented line with the cause of a failure, else of a fallback or on the best step."""
     failure = status.job.failure if status.state.is_end else None
-    reason = cause_text.verdict(failure) if failure else status.fallback or status.best_line
+    reason = (
+        cause_text.diagnosis_verdict(failure) if failure else status.fallback or status.best_line
+    )
     if not reason:
         return ""
-    return f"    {shortened(reason, columns - 4)}"
+    return f"    {shorten_line(reason, columns - 4)}"

@@ -12,22 +12,32 @@ from typing import TypeVar
 
 from ortlaunch.errors import DamagedFile, InputError, LaunchError, MissingDependency
 from ortlaunch.json_types import Json
-from ortlaunch.launch import JobState, backend
-from ortlaunch.launch.failure import End, explain_silence, first_failure, ranks_that_began
-from ortlaunch.launch.record import JobRecord, now
+from ortlaunch.launch import JobState, load_backend
+from ortlaunch.launch.failure import (
+    RunEnd,
+    classify_vanished_command,
+    first_error_record,
+    ranks_that_began,
+)
+from ortlaunch.launch.record import JobRecord, current_time_iso
 from ortlaunch.launch.stop import PRUNER
 from ortlaunch.launch_plan import Plan
 from ortlaunch.launchers import LAUNCHERS
 from ortlaunch.other_runs import queued, registry
-from ortlaunch.process import stopped_family
+from ortlaunch.process import stopped_process_names
 from ortlaunch.recipe import read_resolved
 from ortlaunch.run_folder import lock
-from ortlaunch.run_folder.cause_text import CONTINUE, OURS, TRY, VERDICT
+from ortlaunch.run_folder.cause_text import (
+    ADVICE_PREFIX,
+    COMMAND_PREFIX,
+    CONTINUE_PREFIX,
+    VERDICT_PREFIX,
+)
 from ortlaunch.run_folder.engine_report import EngineChoice
-from ortlaunch.run_folder.folder import RunDir, json_text, read_json, read_text
-from ortlaunch.run_folder.lines import json_tail
+from ortlaunch.run_folder.folder import RunDir, json_text, read_own_json, read_own_text
+from ortlaunch.run_folder.lines import read_last_json_lines
 from ortlaunch.run_folder.records import from_json
-from ortlaunch.units import counted, duration, number
+from ortlaunch.units import clock_duration, count_with_noun, number_or_none
 
 _T = TypeVar("_T")
 _POLL_SECONDS = 0.5
@@ -96,7 +106,7 @@ class Status:
     def best_line(self) -> str:
         """A line on an early stop and on the best checkpoint; "" without them."""
         best = self.stopped_early or self.best or {}
-        value = number(best.get("value"))
+        value = number_or_none(best.get("value"))
         early = (
             f"stopped early after step {self.step} of {self.steps}" if self.stopped_early else ""
         )
@@ -111,7 +121,7 @@ class Status:
         took = (
             ""
             if self.seconds is None
-            else f" {'after' if self.state.is_end else 'for'} {duration(self.seconds)}"
+            else f" {'after' if self.state.is_end else 'for'} {clock_duration(self.seconds)}"
         )
         ended = f", ended {_time(self.job.ended)}" if self.job.ended else ""
         status = "" if self.job.exit_status is None else f", exit status {self.job.exit_status}"
@@ -128,7 +138,7 @@ class Status:
             yield f"this is the last recorded state; {elsewhere(self.job, self.run, 'status')}"
         if self.ranks is not None and self.hosts is not None:
             begun = f"; {self.ranks_begun} have started" if self.ranks_begun < self.ranks else ""
-            yield f"{counted(self.ranks, 'rank')} on {counted(self.hosts, 'host')}{begun}"
+            yield f"{count_with_noun(self.ranks, 'rank')} on {count_with_noun(self.hosts, 'host')}{begun}"
         pending = self.state is JobState.PENDING
         if pending and not queued.is_queued(self.job):
             yield "its ranks have not started: the command still measures or prepares"
@@ -149,7 +159,7 @@ class Status:
         """Yield a line for each failed start of the ranks, and the number of the current one."""
         for one in self.job.attempts:
             at = "" if one.step is None else f" after step {one.step}"
-            yield f"attempt {one.number} failed{at}, in {duration(one.seconds)}: {one.verdict}"
+            yield f"attempt {one.number} failed{at}, in {clock_duration(one.seconds)}: {one.verdict}"
         if self.job.attempts and self.state is JobState.RUNNING:
             yield f"attempt {len(self.job.attempts) + 1} runs"
 
@@ -157,7 +167,7 @@ class Status:
         if self.step is None:
             return "no step is logged yet" if not self.state.is_end else "no step was logged"
         of = f" of {self.steps}" if self.steps is not None else ""
-        known = ((form, number(self.metrics.get(name))) for name, form in _SHOWN.items())
+        known = ((form, number_or_none(self.metrics.get(name))) for name, form in _SHOWN.items())
         values = [form.format(value) for form, value in known if value is not None]
         ago = self.logged_seconds_ago
         when = (
@@ -165,7 +175,7 @@ class Status:
             if self.state.is_end
             else ", of an earlier start"
             if ago is None
-            else f", {duration(ago)} ago"
+            else f", {clock_duration(ago)} ago"
         )
         return ", ".join([f"step {self.step}{of}", *values]) + when
 
@@ -223,7 +233,7 @@ def _read_status(run: RunDir, queue: queued.Queue) -> Status:
     job = _or_fault(wrong, lambda: _found(run, recorded, queue), recorded) if certain else recorded
     if _PRUNED in (job.verdict or ""):
         # A sweep does not count what a continued trial reaches.
-        job = replace(job, verdict=(job.verdict or "").partition(f"\n{CONTINUE}")[0])
+        job = replace(job, verdict=(job.verdict or "").partition(f"\n{CONTINUE_PREFIX}")[0])
     plan = _or_fault(wrong, lambda: Plan.read(run.plan) if run.plan.exists() else None, None)
     steps = _or_fault(wrong, lambda: _steps(run), None)
     metrics = _newest_metrics(run, wrong)
@@ -251,7 +261,7 @@ def _read_status(run: RunDir, queue: queued.Queue) -> Status:
         # Metrics from before the start are those of an earlier start.
         logged_seconds_ago=time.time() - logged if logged >= started else None,
         metrics=metrics,
-        alive=tuple(lock.alive_at(run)) if job.state.is_end else (),
+        alive=tuple(lock.living_process_ids(run)) if job.state.is_end else (),
         stopped=_stopped(job) if certain else {},
         unreadable=tuple(wrong),
         fallback=fallback,
@@ -262,7 +272,7 @@ def _read_status(run: RunDir, queue: queued.Queue) -> Status:
 
 def _fallback(run: RunDir) -> str | None:
     """Return the sentence on the engine that replaced the requested one; None if none did."""
-    found = read_json(run.engine) if run.engine.exists() else {}
+    found = read_own_json(run.engine) if run.engine.exists() else {}
     try:
         return from_json(EngineChoice, found["engine"]).fallback if "engine" in found else None
     except TypeError as error:
@@ -270,7 +280,7 @@ def _fallback(run: RunDir) -> str | None:
 
 
 def _result(job: JobRecord, path: Path) -> Json:
-    return read_json(path) if job.state is JobState.SUCCEEDED and path.exists() else {}
+    return read_own_json(path) if job.state is JobState.SUCCEEDED and path.exists() else {}
 
 
 def _or_fault(wrong: list[str], read: Callable[[], _T], otherwise: _T) -> _T:
@@ -299,22 +309,26 @@ def _job(run: RunDir) -> JobRecord:
     """Return the job of the command that has the folder now, else the recorded one."""
     require_folder(run)
     job = JobRecord.read(run)
-    command = lock.command_at(run)
+    command = lock.last_command_of_run(run)
     if job is not None and queued.is_queued(job):
         return job
     # A command that took the folder over replaces the job of an earlier one.
     if (
         command is not None
         and command.is_here
-        and command.lives()
+        and command.is_alive()
         and (job is None or job.process != command)
     ):
         # The command resolves or measures, and has not written its own job.json yet.
-        return JobRecord("local", str(command.pid), *command[1:], now(), JobState.PENDING)
+        return JobRecord(
+            "local", str(command.pid), *command[1:], current_time_iso(), JobState.PENDING
+        )
     if job is None and command is not None and run.output.exists():
         # It was started from Python, and ended before it wrote its own job.json.
-        said = "".join(read_text(run.output).splitlines(keepends=True)[-_SAID_LINES:])
-        job = JobRecord("local", str(command.pid), *command[1:], now(), JobState.FAILED)
+        said = "".join(read_own_text(run.output).splitlines(keepends=True)[-_SAID_LINES:])
+        job = JobRecord(
+            "local", str(command.pid), *command[1:], current_time_iso(), JobState.FAILED
+        )
         return replace(job, exit_status=1, verdict=said)
     if job is None:
         raise InputError(f"{run}: has no job.json, so no run was started there")
@@ -326,7 +340,7 @@ def _found(run: RunDir, job: JobRecord, queue: queued.Queue) -> JobRecord:
     if queued.is_queued(job):
         return queued.found(run, job, queue)
     # A job that no launcher of ours started (`inside`) is checked by its process alone.
-    state = backend(job.backend if job.backend in LAUNCHERS else "local").state(job)
+    state = load_backend(job.backend if job.backend in LAUNCHERS else "local").state(job)
     if not state.is_end or job.state.is_end:
         return replace(job, state=state)
     # The command may have recorded its end since the record was read.
@@ -336,26 +350,26 @@ def _found(run: RunDir, job: JobRecord, queue: queued.Queue) -> JobRecord:
     end = _unrecorded(run, job)
     return replace(
         job,
-        state=JobState.of_status(end.status),
+        state=JobState.state_of_exit_status(end.status),
         exit_status=end.status,
         verdict=end.text,
         failure=end.failure,
     )
 
 
-def _unrecorded(run: RunDir, job: JobRecord) -> End:
+def _unrecorded(run: RunDir, job: JobRecord) -> RunEnd:
     """Return the end of a run that no command recorded.
 
     Its command was killed, or the user's own launcher started the ranks.
     """
     started = datetime.fromisoformat(job.started).timestamp()
     trained = run.summary.exists() and run.summary.stat().st_mtime >= started
-    failed = first_failure(run)
+    failed = first_error_record(run)
     if trained and (failed is None or failed["secondary"]):
-        return End(0, f"done: {run}")
+        return RunEnd(0, f"done: {run}")
     if job.backend == "inside" and _compared_to_the_end(run):
-        return End(0, f"done: {run}")
-    return explain_silence(run, f"process {job.id} on host {job.host}")
+        return RunEnd(0, f"done: {run}")
+    return classify_vanished_command(run, f"process {job.id} on host {job.host}")
 
 
 def _compared_to_the_end(run: RunDir) -> bool:
@@ -366,12 +380,12 @@ def _compared_to_the_end(run: RunDir) -> bool:
         or 0 not in ranks_that_began(run)
     ):
         return False
-    return not run.spare(0).exists() and not any(run.errors.glob("rank_*.json"))
+    return not run.reserved_space_path(0).exists() and not any(run.errors.glob("rank_*.json"))
 
 
 def _stopped(job: JobRecord) -> Mapping[int, str]:
-    runs = not job.state.is_end and not queued.is_queued(job) and job.process.lives()
-    return stopped_family(job.process.pid) if runs else {}
+    runs = not job.state.is_end and not queued.is_queued(job) and job.process.is_alive()
+    return stopped_process_names(job.process.pid) if runs else {}
 
 
 def _seconds(job: JobRecord, started: float) -> float | None:
@@ -385,9 +399,9 @@ def _newest_metrics(run: RunDir, wrong: list[str]) -> Json:
     # A last line that is only half written is skipped without a report.
     if not run.metrics.exists():
         return {}
-    lines = json_tail(run.metrics, _TAIL_BYTES, "step")
-    wrong += lines.left_out
-    return {name: value for record in lines.found for name, value in record.items()}
+    lines = read_last_json_lines(run.metrics, _TAIL_BYTES, "step")
+    wrong += lines.unreadable
+    return {name: value for record in lines.values for name, value in record.items()}
 
 
 def _steps(run: RunDir) -> int | None:
@@ -399,17 +413,21 @@ def _steps(run: RunDir) -> int | None:
     return (
         given
         if given is not None or not run.steps.exists()
-        else int(read_json(run.steps)["max_steps"])
+        else int(read_own_json(run.steps)["max_steps"])
     )
 
 
-_CONCLUSION = (VERDICT, TRY, OURS, CONTINUE)
+_CONCLUSION = (VERDICT_PREFIX, ADVICE_PREFIX, COMMAND_PREFIX, CONTINUE_PREFIX)
 
 
 def _short(verdict: str) -> list[str]:
     """Return the conclusion of a failed run, without the tracebacks that `diagnose` prints."""
     lines = verdict.splitlines()
-    return [line for line in lines if line.startswith(_CONCLUSION)] if VERDICT in verdict else lines
+    return (
+        [line for line in lines if line.startswith(_CONCLUSION)]
+        if VERDICT_PREFIX in verdict
+        else lines
+    )
 
 
 def _time(text: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from ortlaunch.evaluation_metrics import METRICS, metrics_of
+from ortlaunch.evaluation_metrics import METRICS, metrics_of_task
 from ortlaunch.other_tools.draft import Draft, in_one_line, number
 from ortlaunch.recipe.text.place import keys
 from ortlaunch.recipe.text.tree import Tree
@@ -147,7 +147,7 @@ def _best(draft: Draft, why: str) -> None:
     theirs = in_one_line(metric).removeprefix("eval_") if metric is not None else "loss"
     task = draft.expected("model.task")
     any_task = {name: metric for name, metric in METRICS.items() if metric.always}
-    known = any_task if task is None else metrics_of(task)
+    known = any_task if task is None else metrics_of_task(task)
     # Reversed: if two metrics share a name of Trainer's, it means the later row.
     ours = next((name for name in reversed(known) if theirs in (name, *known[name].trainer)), None)
     if not why and ours is None and metric is not None:

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from ortlaunch.errors import PlanError
 from ortlaunch.launch_plan import Memory, Node, ProcessMemory
-from ortlaunch.machine import cores, tightest_limit
+from ortlaunch.machine import smallest_memory_limit, usable_core_count
 from ortlaunch.planning.workload import Workload
 from ortlaunch.planning.world import World
-from ortlaunch.units import counted, human
+from ortlaunch.units import count_with_noun, human_bytes
 
 
 def crowded(world: World, work: Workload, planned_only: bool) -> Iterator[str]:
@@ -24,8 +24,8 @@ def crowded(world: World, work: Workload, planned_only: bool) -> Iterator[str]:
     for node in world.nodes:
         if not node.is_here:
             continue
-        if world.device == "cpu" and node.slots > cores():
-            yield f"{node.host}: {node.slots} ranks share {cores()} cores, which slows them"
+        if world.device == "cpu" and node.slots > usable_core_count():
+            yield f"{node.host}: {node.slots} ranks share {usable_core_count()} cores, which slows them"
         yield from _memory(node, work.process, _rank(work.memory, world.device), planned_only)
 
 
@@ -55,20 +55,23 @@ def _memory(
     node: Node, process: ProcessMemory, rank: tuple[int, int, str], planned_only: bool
 ) -> Iterator[str]:
     """Yield a note if the ranks of a host do not fit into its memory; raise PlanError for a run."""
-    where, most, _ = tightest_limit()
+    where, most, _ = smallest_memory_limit()
     model, estimated, of = rank
     # The kernel can drop pages of files, so that only private bytes are needed at least.
     least = node.slots * (process.own + model)
-    likely = process.of_ranks(node.slots) + node.slots * estimated
+    likely = process.bytes_of_ranks(node.slots) + node.slots * estimated
     if least > most:
-        each = f"({human(process.own)} a process + {human(model)} {of})"
+        each = f"({human_bytes(process.own)} a process + {human_bytes(model)} {of})"
         text = (
-            f"{node.host}: {counted(node.slots, 'rank')} x {each} = {human(least)} at least, and {where} is "
-            f"{human(most)}; use fewer ranks, a smaller model or more hosts"
+            f"{node.host}: {count_with_noun(node.slots, 'rank')} x {each} = {human_bytes(least)} "
+            f"at least, and {where} is "
+            f"{human_bytes(most)}; use fewer ranks, a smaller model or more hosts"
         )
         # Where not even the processes fit, a plan is refused too.
         if not planned_only or node.slots * process.own > most:
             raise PlanError(text)
         yield text
     elif likely > most:
-        yield (f"{node.host}: its ranks need about {human(likely)}, and {where} is {human(most)}")
+        yield (
+            f"{node.host}: its ranks need about {human_bytes(likely)}, and {where} is {human_bytes(most)}"
+        )

@@ -9,7 +9,7 @@ from ortlaunch.planning.memory import why_unknown
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.data import HeldOut
 from ortlaunch.recipe.rules.parity import compared_steps
-from ortlaunch.units import counted, human
+from ortlaunch.units import count_with_noun, human_bytes
 
 
 def describe(plan: Plan, recipe: Recipe) -> str:
@@ -42,8 +42,8 @@ def describe(plan: Plan, recipe: Recipe) -> str:
 def _world_lines(plan: Plan) -> list[str]:
     # A long list is shown by its ends.
     shown = plan.nodes if len(plan.nodes) <= 8 else (*plan.nodes[:4], None, *plan.nodes[-2:])
-    ranks = counted(plan.world_size, "rank")
-    hosts = counted(len(plan.nodes), "host")
+    ranks = count_with_noun(plan.world_size, "rank")
+    hosts = count_with_noun(len(plan.nodes), "host")
     lines = [f"{plan.name}: {ranks} on {hosts}, {plan.device}, launcher {plan.launcher}"]
     # One process on this host's CPU has nothing to list.
     if plan.world_size == 1 and plan.nodes[0].is_here and plan.device == "cpu":
@@ -83,7 +83,7 @@ def _restart_lines(plan: Plan, recipe: Recipe) -> list[str]:
         return ["  launch.max_restarts: the launcher is not ortlaunch's; a job of `ortlaunch "
                 "submit` restarts the run; "
                 "else start the same command again from the batch script"]  # fmt: skip
-    times = counted(most, "time")
+    times = count_with_noun(most, "time")
     nodes = recipe.launch.elastic
     lost = (
         [f"  a lost host is left out until the next restart; hosts: {nodes} (launch.nodes)"]
@@ -110,7 +110,7 @@ def _batch_lines(plan: Plan) -> list[str]:
     tokens = f", {b.tokens_per_step:,} tokens a step" if b.tokens_per_step else ""
     return [
         f"batch: {b.global_samples} samples = {b.micro_samples} micro x {b.accumulation_steps} "
-        f"accumulation x {counted(b.data_parallel_ranks, 'rank')}{tokens}"
+        f"accumulation x {count_with_noun(b.data_parallel_ranks, 'rank')}{tokens}"
     ]
 
 
@@ -129,7 +129,7 @@ def _interval_lines(recipe: Recipe) -> Iterator[str]:
         yield f"evaluation: {part} samples of data.train, chosen by seed {recipe.seed}"
     for name, every in recipe.epoch_intervals():
         epochs = recipe.train.epochs
-        times = f", {counted(max(1, int(epochs / every)), 'time')}" if epochs else ""
+        times = f", {count_with_noun(max(1, int(epochs / every)), 'time')}" if epochs else ""
         yield f"{name.replace('_', ' ')} {every:g} epochs{times}; in steps when the data are read"
 
 
@@ -149,17 +149,17 @@ def memory_lines(memory: Memory, choice: bool, device: str) -> list[str]:
     ]
     lines = [
         f"memory: {memory.parameters:,} parameters, {memory.trainable:,} trained; "
-        f"a checkpoint takes {human(memory.checkpoint)}; on each rank:",
+        f"a checkpoint takes {human_bytes(memory.checkpoint)}; on each rank:",
         f"  {'':{len(marks[0])}}{''.join(f'{kind:>{_width(kind)}}' for kind in kinds)}",
     ]
     for mark, (_, parts) in zip(marks, stages):
         lines.append(
             f"  {mark}"
-            + "".join(f"{human(getattr(parts, kind)):>{_width(kind)}}" for kind in kinds)
+            + "".join(f"{human_bytes(getattr(parts, kind)):>{_width(kind)}}" for kind in kinds)
         )
     if memory.compared:
         lines.append(
-            f"  overhead: {human(memory.compared)} are for a comparison with plain PyTorch "
+            f"  overhead: {human_bytes(memory.compared)} are for a comparison with plain PyTorch "
             "(engine.parity_steps)"
         )
     if memory.chunk:
@@ -178,8 +178,8 @@ def memory_lines(memory: Memory, choice: bool, device: str) -> list[str]:
         source = "measured by a run here" if memory.process.is_measured else "a usual value"
         whole = memory.process.total + dict(memory.by_stage)[memory.chosen].total
         lines.append(
-            f"  the process takes {human(memory.process.total)} beside its model ({source}), "
-            f"{human(whole)} in all"
+            f"  the process takes {human_bytes(memory.process.total)} beside its model ({source}), "
+            f"{human_bytes(whole)} in all"
         )
     return lines
 
@@ -190,21 +190,21 @@ def _beside_lines(memory: Memory, device: str) -> Iterator[str]:
     if device == "cuda":
         weights = dict(memory.by_stage)[memory.chosen].weights
         less = (
-            f"; {human(weights)} where it lacks room"
+            f"; {human_bytes(weights)} where it lacks room"
             if memory.chosen in ("ZeRO 1", "ZeRO 2")
             else ""
         )
-        yield f"  at the start a GPU holds {human(memory.start)}, before optimizer state{less}"
-    parts = [f"{human(host.built)} to build the model"] if device == "cuda" else []
-    parts += [f"{human(host.offloaded)} offloaded"] if host.offloaded else []
-    parts += [f"{human(host.snapshot)} for async saves"] if host.snapshot else []
+        yield f"  at the start a GPU holds {human_bytes(memory.start)}, before optimizer state{less}"
+    parts = [f"{human_bytes(host.built)} to build the model"] if device == "cuda" else []
+    parts += [f"{human_bytes(host.offloaded)} offloaded"] if host.offloaded else []
+    parts += [f"{human_bytes(host.snapshot)} for async saves"] if host.snapshot else []
     if parts:
         yield (
             "  host memory a rank: "
             f"{', then '.join([parts[0], ' + '.join(parts[1:])][: len(parts)])}"
         )
     if host.nvme:
-        yield f"  files below zero.offload.nvme_path: {human(host.nvme)} a rank"
+        yield f"  files below zero.offload.nvme_path: {human_bytes(host.nvme)} a rank"
 
 
 def _width(kind: str) -> int:

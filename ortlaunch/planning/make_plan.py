@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ortlaunch.launch_plan import Plan
-from ortlaunch.launchers import rendezvous
+from ortlaunch.launchers import rendezvous_text
 from ortlaunch.planning.deepspeed_config import deepspeed_config
 from ortlaunch.planning.memory import estimate
 from ortlaunch.planning.workload import Workload, solve_batch
@@ -42,7 +42,7 @@ def make_plan(
         nodes=world.nodes,
         batch=batch,
         threads=world.threads,
-        rendezvous=rendezvous(world.launcher, len(world.hosts)),
+        rendezvous=rendezvous_text(world.launcher, len(world.hosts)),
         modules=modules,
         argv=tuple(worker),
         # The user's own variables come last and win.

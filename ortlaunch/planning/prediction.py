@@ -13,14 +13,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
-from ortlaunch.cache import record_file
+from ortlaunch.cache import cache_record_path
 from ortlaunch.json_types import Json
 from ortlaunch.launch_plan import Plan
-from ortlaunch.machine import hardware, share_of_cores
+from ortlaunch.machine import hardware_record, threads_per_rank
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.rules.parity import compared_steps
-from ortlaunch.run_folder.folder import read_json, write_json
-from ortlaunch.units import aligned, human
+from ortlaunch.run_folder.folder import read_own_json, write_json_atomically
+from ortlaunch.units import align_columns, human_bytes
 from ortlaunch.version import __version__
 
 Rates = dict[str, list[tuple[float, float]]]
@@ -120,9 +120,9 @@ def _rate(curve: list[tuple[float, float]], size: float) -> float:
 
 def machine_of(recipe: Recipe, plan: Plan) -> Json:
     """Return everything that decides the rates of operators, as plain values."""
-    threads = plan.threads or share_of_cores(plan.nodes[0].slots)
+    threads = plan.threads or threads_per_rank(plan.nodes[0].slots)
     return {
-        "device": plan.device, "threads": threads, "hardware": hardware(),
+        "device": plan.device, "threads": threads, "hardware": hardware_record(),
         "precision": recipe.precision, "torch": version("torch"), "ortlaunch": __version__,
     }  # fmt: skip
 
@@ -132,7 +132,7 @@ def path(recipe: Recipe, plan: Plan) -> Path:
     whole = recipe.model_dump(mode="json")
     given = [whole["model"], whole["data"], whole["optimizer"], recipe.engine.chunked_loss]
     batch = [plan.batch.micro_samples, plan.batch.accumulation_steps]
-    return record_file("predictions", [machine_of(recipe, plan), given, batch])
+    return cache_record_path("predictions", [machine_of(recipe, plan), given, batch])
 
 
 class CachedPrediction(NamedTuple):
@@ -175,7 +175,7 @@ def cached(recipe: Recipe, plan: Plan) -> CachedPrediction | None:
     file = path(recipe, plan)
     if not file.exists():
         return None
-    content = read_json(file)
+    content = read_own_json(file)
     return CachedPrediction(
         content["engines"],
         content["others"],
@@ -187,8 +187,10 @@ def cached(recipe: Recipe, plan: Plan) -> CachedPrediction | None:
 def record_step(recipe: Recipe, plan: Plan, engine: str, seconds: float) -> None:
     """Keep the measured seconds of a step, which correct the prediction from now on."""
     file = path(recipe, plan)
-    content = read_json(file)
-    write_json(file, {**content, "measured": {**content.get("measured", {}), engine: seconds}})
+    content = read_own_json(file)
+    write_json_atomically(
+        file, {**content, "measured": {**content.get("measured", {}), engine: seconds}}
+    )
 
 
 def contradictions(rates: Rates) -> list[str]:
@@ -220,14 +222,14 @@ def lines(recipe: Recipe, plan: Plan) -> Iterator[str]:
         (
             f"{'->' if name == recipe.engine.name else '':2} {name}",
             f"{found.seconds(name):.3g}{' (of a run)' if name in found.measured else ''}",
-            human(each["memory"]),
+            human_bytes(each["memory"]),
         )
         for name, each in found.engines.items()
     ]
     yield "predicted, from rates of this machine" + (
         ", without communication:" if plan.world_size > 1 else ":"
     )
-    yield from aligned(rows)
+    yield from align_columns(rows)
     if found.doubt:
         yield f"  the seconds are in doubt: {found.doubt}; measure again: plan --predict"
         yield from (f"    {other}" for other in found.others)

@@ -9,11 +9,11 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from ortlaunch.cache import cache_folder, record_file
+from ortlaunch.cache import cache_record_path, make_cache_folder
 from ortlaunch.errors import FileError
 from ortlaunch.launch_plan import USUAL_PROCESS, ProcessMemory
 from ortlaunch.recipe import Recipe
-from ortlaunch.run_folder.folder import read_json, write_json
+from ortlaunch.run_folder.folder import read_own_json, write_json_atomically
 
 # A CUDA build of torch loads library files of 600 MiB more: a process took 998 MiB.
 _CUDA_BUILD = USUAL_PROCESS._replace(files=700 << 20)
@@ -22,7 +22,7 @@ _CUDA_BUILD = USUAL_PROCESS._replace(files=700 << 20)
 def process_memory(recipe: Recipe) -> ProcessMemory:
     """Return the bytes of a process with the libraries of the recipe's engine."""
     try:
-        own, files = read_json(_file(recipe), list)
+        own, files = read_own_json(_file(recipe), list)
         return ProcessMemory(int(own), int(files), is_measured=True)
     except (OSError, ValueError, TypeError, FileError):
         return USUAL_PROCESS if _torch_version().endswith("+cpu") else _CUDA_BUILD
@@ -31,8 +31,8 @@ def process_memory(recipe: Recipe) -> ProcessMemory:
 def record_process_memory(recipe: Recipe, memory: ProcessMemory) -> None:
     """Keep the bytes of this process for later plans; without effect if the cache is unwritable."""
     try:
-        cache_folder("processes")
-        write_json(_file(recipe), [memory.own, memory.files])
+        make_cache_folder("processes")
+        write_json_atomically(_file(recipe), [memory.own, memory.files])
     # Plans have usual values then.
     except (OSError, FileError):
         return
@@ -41,7 +41,9 @@ def record_process_memory(recipe: Recipe, memory: ProcessMemory) -> None:
 def _file(recipe: Recipe) -> Path:
     """Return the file of the cache for everything that decides which libraries a rank loads."""
     engine = "ort" if recipe.engine.name in ("ort", "auto") else "torch"
-    return record_file("processes", [sys.prefix, _torch_version(), engine, recipe.model.factory])
+    return cache_record_path(
+        "processes", [sys.prefix, _torch_version(), engine, recipe.model.factory]
+    )
 
 
 def _torch_version() -> str:

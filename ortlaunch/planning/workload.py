@@ -9,7 +9,7 @@ from ortlaunch.launch_plan import USUAL_PROCESS, BatchPlan, Memory, ProcessMemor
 from ortlaunch.planning.memory import estimate
 from ortlaunch.planning.world import World
 from ortlaunch.recipe import Recipe
-from ortlaunch.units import counted
+from ortlaunch.units import count_with_noun
 
 
 class Workload(NamedTuple):
@@ -41,7 +41,7 @@ def workload(recipe: Recipe, world: World, process: ProcessMemory = USUAL_PROCES
             solve_batch(recipe, count * world.hosts[0].slots)
         except PlanError as error:
             raise PlanError(
-                f"launch.nodes is {recipe.launch.nodes}, and on {counted(count, 'host')}: {error}"
+                f"launch.nodes is {recipe.launch.nodes}, and on {count_with_noun(count, 'host')}: {error}"
             ) from None
     batch = solve_batch(recipe, world.ranks)
     memory = estimate(recipe, batch.micro_samples, world.ranks, world.device, process)
@@ -63,14 +63,16 @@ def solve_batch(recipe: Recipe, ranks: int) -> BatchPlan:
     elif micro is None:
         steps = steps or 1
         micro = _divided(
-            total, steps * ranks, f"accumulation_steps ({steps}) x {counted(ranks, 'rank')}"
+            total, steps * ranks, f"accumulation_steps ({steps}) x {count_with_noun(ranks, 'rank')}"
         )
     elif steps is None:
-        steps = _divided(total, micro * ranks, f"micro_size ({micro}) x {counted(ranks, 'rank')}")
+        steps = _divided(
+            total, micro * ranks, f"micro_size ({micro}) x {count_with_noun(ranks, 'rank')}"
+        )
     if total != micro * steps * ranks:
         raise PlanError(
             f"batch: global_size ({total}) != micro_size ({micro}) x accumulation_steps "
-            f"({steps}) x {counted(ranks, 'rank')} = {micro * steps * ranks}; omit one of the "
+            f"({steps}) x {count_with_noun(ranks, 'rank')} = {micro * steps * ranks}; omit one of the "
             f"three, or run on {total / (micro * steps):g} ranks"
         )
     length = (

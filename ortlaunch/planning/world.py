@@ -13,13 +13,13 @@ from typing import NamedTuple
 from ortlaunch import machine
 from ortlaunch.errors import PlanError
 from ortlaunch.launch_plan import Node
-from ortlaunch.launchers import INSIDE, LAUNCHERS, launcher_of, refusal
+from ortlaunch.launchers import INSIDE, LAUNCHERS, launcher_row, reason_launcher_is_refused
 from ortlaunch.planning.forwarding import forwarded
 from ortlaunch.planning.hosts import Host, hostfile_text, parse_hostfile, select
 from ortlaunch.planning.slurm_names import hosts_of_step
-from ortlaunch.rank import Rank, detect
+from ortlaunch.rank import Rank, detect_rank_and_launcher
 from ortlaunch.recipe import Recipe
-from ortlaunch.units import counted
+from ortlaunch.units import count_with_noun
 
 # For tests: 1 lets ranks share the GPUs of this host, over gloo, if there are fewer GPUs than
 # ranks.
@@ -97,12 +97,12 @@ def resolve_world(recipe: Recipe, options: LaunchOptions, environ: Mapping[str, 
             this machine.
     """
     # The command line checks its options itself; the Python API passes any value.
-    if refused := refusal(options.launcher):
+    if refused := reason_launcher_is_refused(options.launcher):
         raise PlanError(f"launcher: {refused}")
     if options.processes_per_node is not None and options.processes_per_node < 1:
         raise PlanError(f"processes_per_node: got {options.processes_per_node}; give 1 or more")
     found = None if options.declared else _enclosing(environ)
-    gpus = machine.visible_gpus(environ)
+    gpus = machine.visible_gpu_count(environ)
     device = recipe.launch.device if recipe.launch.device != "auto" else ("cuda" if gpus else "cpu")
     hosts, notes = _hosts(recipe, options, gpus if device == "cuda" else 0, found, environ)
     if device == "cuda" and gpus and environ.get(SHARE_VARIABLE) == "1":
@@ -111,7 +111,7 @@ def resolve_world(recipe: Recipe, options: LaunchOptions, environ: Mapping[str, 
     launcher = _launcher(recipe, options, hosts, found)
     _check_nodes(recipe, hosts, options)
     _check_job(recipe, hosts, options, environ)
-    starter = launcher_of(launcher)
+    starter = launcher_row(launcher)
     if starter.is_ours:
         notes += tuple(_check_this_host(hosts, device, gpus, options))
         if (recipe.launch.device, device) == ("auto", "cpu") and not all(
@@ -135,7 +135,9 @@ def _on_shared_gpus(hosts: tuple[Host, ...], gpus: int) -> tuple[tuple[Host, ...
         else host
         for host in hosts
     )
-    note = f"{SHARE_VARIABLE}=1: ranks share {counted(gpus, 'GPU')} over gloo, for tests only"
+    note = (
+        f"{SHARE_VARIABLE}=1: ranks share {count_with_noun(gpus, 'GPU')} over gloo, for tests only"
+    )
     return shared, (note,) if shared != hosts else ()
 
 
@@ -144,7 +146,7 @@ def _enclosing(environ: Mapping[str, str]) -> tuple[Rank, str] | None:
 
     A shell in a Slurm allocation (`srun --pty`) has none.
     """
-    found = detect(environ)
+    found = detect_rank_and_launcher(environ)
     return None if found and found[1] == "Slurm" and found[0].world_size == 1 else found
 
 
@@ -158,7 +160,7 @@ def _threads(recipe: Recipe, hosts: tuple[Host, ...], environ: Mapping[str, str]
     if asked.isdecimal() and int(asked):
         return int(asked)
     here = len(hosts) == 1 and hosts[0].is_here
-    return machine.share_of_cores(hosts[0].slots) if here else None
+    return machine.threads_per_rank(hosts[0].slots) if here else None
 
 
 def _hosts(
@@ -249,7 +251,7 @@ def _of_launcher(inside: Rank) -> tuple[Host, ...]:
     per_node = inside.local_world_size
     if inside.world_size % per_node:
         raise PlanError(
-            f"the launcher started {counted(inside.world_size, 'rank')}, {per_node} of them on "
+            f"the launcher started {count_with_noun(inside.world_size, 'rank')}, {per_node} of them on "
             "this host: the hosts have different numbers of ranks; give --hostfile with the "
             "slots of each"
         )
@@ -288,7 +290,7 @@ def _launcher(
         return ("local" if ranks == 1 else "torchrun") if here else "mpi"
     if starter and starter.single and (ranks > 1 or not here):
         asked = (
-            f"{counted(ranks, 'rank')} on "
+            f"{count_with_noun(ranks, 'rank')} on "
             f"{hosts[0].name if len(hosts) == 1 else f'{len(hosts)} hosts'}"
         )
         raise PlanError(
@@ -330,7 +332,7 @@ def _check_job(
     if (
         job is None
         or options.declared
-        or detect(environ)
+        or detect_rank_and_launcher(environ)
         or options.hostfile
         or recipe.launch.nodes is not None
     ):
@@ -381,9 +383,13 @@ def _check_this_host(
                 f"{host.name} has {gpus} GPUs, and {host.slots} ranks are requested; give it at "
                 f"most {gpus} slots"
             )
-        if device == "cpu" and options.hostfile is not None and host.slots > machine.cores():
+        if (
+            device == "cpu"
+            and options.hostfile is not None
+            and host.slots > machine.usable_core_count()
+        ):
             raise PlanError(
-                f"{host.name} has {machine.cores()} cores and no GPU, and the host file gives it "
+                f"{host.name} has {machine.usable_core_count()} cores and no GPU, and the host file gives it "
                 f"{host.slots} slots; lower them, or use --nproc-per-node without a host file to "
                 "put more ranks than cores on this machine"
             )

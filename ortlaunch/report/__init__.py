@@ -14,9 +14,9 @@ from ortlaunch.report.curves import AREA
 from ortlaunch.report.records import Record, read
 from ortlaunch.report.sections import content
 from ortlaunch.report.tables import cell
-from ortlaunch.run_folder.folder import RunDir, write_text
+from ortlaunch.run_folder.folder import RunDir, write_text_atomically
 from ortlaunch.search.parallel import Picture
-from ortlaunch.units import human
+from ortlaunch.units import human_bytes
 from ortlaunch.version import __version__
 
 # The first line of every report: it marks a file that may be overwritten.
@@ -38,7 +38,7 @@ def report(runs: Sequence[Path], to: Path | None, now: str, sweep: Picture | Non
         raise InputError(
             f"{target} exists already and is not a report; give another file with --to"
         )
-    write_text(target, page(records, now, sweep))
+    write_text_atomically(target, page(records, now, sweep))
     return target
 
 
@@ -59,7 +59,7 @@ def _template() -> Template:
         # A misspelt name in page.html raises instead of leaving a blank.
         undefined=StrictUndefined,
     )
-    pages.filters.update(cell=cell, human=human)
+    pages.filters.update(cell=cell, human=human_bytes)
     return pages.get_template("page.html")
 
 

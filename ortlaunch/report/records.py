@@ -14,8 +14,8 @@ from ortlaunch.other_runs import status
 from ortlaunch.other_runs.status import Status
 from ortlaunch.recipe.text.place import HIDDEN, SECRET, without_secrets
 from ortlaunch.recipe.text.yaml_text import load_dumped
-from ortlaunch.run_folder.folder import RunDir, read_json, read_text
-from ortlaunch.run_folder.lines import json_lines
+from ortlaunch.run_folder.folder import RunDir, read_own_json, read_own_text
+from ortlaunch.run_folder.lines import read_json_lines
 from ortlaunch.run_folder.resume_record import ResumeRecord
 
 
@@ -126,7 +126,7 @@ class _Files:
 
     def json(self, path: Path) -> dict[str, Any]:
         """Return a JSON mapping; empty where there is no file."""
-        return self._mapping(path, read_json)
+        return self._mapping(path, read_own_json)
 
     def resumed(self, run: RunDir) -> int:
         """Return the step after which the newest start began; 0 if it cannot be read."""
@@ -138,13 +138,15 @@ class _Files:
 
     def yaml(self, path: Path) -> dict[str, Any]:
         """Return a YAML mapping without the values of secrets; empty where there is no file."""
-        return dict(without_secrets(self._mapping(path, lambda path: load_dumped(read_text(path)))))
+        return dict(
+            without_secrets(self._mapping(path, lambda path: load_dumped(read_own_text(path))))
+        )
 
     def lines(self, path: Path, *names: str) -> list[dict[str, Any]]:
         """Return every readable line that has these keys. An unfinished last line is left out."""
-        found = json_lines(path, *names)
-        self._remember(found.left_out)
-        return found.found
+        found = read_json_lines(path, *names)
+        self._remember(found.unreadable)
+        return found.values
 
     def _mapping(self, path: Path, reader: Callable[[Path], Any]) -> dict[str, Any]:
         try:

@@ -17,8 +17,8 @@ from ortlaunch.report.curves import Curve, chart
 from ortlaunch.report.records import Record, command, number
 from ortlaunch.report.tables import Fact, cards, cell, facts, warning
 from ortlaunch.run_folder import cause_text
-from ortlaunch.run_folder.profile_record import lines
-from ortlaunch.units import counted, duration, human
+from ortlaunch.run_folder.profile_record import profile_lines
+from ortlaunch.units import clock_duration, count_with_noun, human_bytes
 
 # (title, name in metrics.jsonl, whether the axis begins at 0), in the order of the page.
 _CURVES = (
@@ -56,7 +56,7 @@ def content(records: Sequence[Record]) -> Json:
         "classes": cards(records, _classes),
         "engine": facts(records, _ENGINE),
         "profiles": cards(
-            records, lambda one: "\n".join(lines(one.profile)) if one.profile else None
+            records, lambda one: "\n".join(profile_lines(one.profile)) if one.profile else None
         ),
         "memories": cards(records, _memory),
         "saves": cards(records, _checkpoints),
@@ -75,7 +75,7 @@ def _state(one: Record) -> str:
     took = (
         ""
         if one.status.seconds is None
-        else f", {duration(one.status.seconds)} since its last start"
+        else f", {clock_duration(one.status.seconds)} since its last start"
     )
     # Another host's processes cannot be checked: the state is the last recorded one.
     sure = "" if one.status.certain else " (as recorded last; its host is another)"
@@ -97,7 +97,7 @@ def _failure(one: Record) -> tuple[str, tuple[str, ...]]:
     """Return the cause of a failed run, and what to try."""
     failure = one.status.job.failure
     assert failure is not None
-    return cause_text.verdict(failure), cause_text.advice(failure)
+    return cause_text.diagnosis_verdict(failure), cause_text.advice_for_failure(failure)
 
 
 def _evaluation(one: Record) -> dict[str, object]:
@@ -124,13 +124,13 @@ def _median(one: Record, name: str) -> float | None:
 
 
 def _time(seconds: Any) -> str | None:
-    return duration(seconds) if seconds else None
+    return clock_duration(seconds) if seconds else None
 
 
 def _ranks(one: Record) -> str | None:
     if one.status.ranks is None or one.status.hosts is None:
         return None
-    return f"{counted(one.status.ranks, 'rank')} on {counted(one.status.hosts, 'host')}"
+    return f"{count_with_noun(one.status.ranks, 'rank')} on {count_with_noun(one.status.hosts, 'host')}"
 
 
 def _of(one: int | None, whole: int | None) -> str | None:
@@ -261,7 +261,7 @@ def _folded(values: Any, noun: str) -> Markup | None:
     each = (
         [f"{name}: {why}" for name, why in values.items()] if isinstance(values, dict) else values
     )
-    head = counted(len(each), noun)
+    head = count_with_noun(len(each), noun)
     lines = "\n".join(map(str, each))
     # Markup.format escapes its arguments.
     return Markup("<details><summary>{}</summary>{}</details>").format(head, lines)
@@ -294,7 +294,7 @@ def _memory(one: Record) -> dict[str, object] | None:
     planned = one.memory.get("planned") or {}
     if not measured:
         return None
-    peaks = ", ".join(human(size) for size in one.memory.get("peak_by_rank", []))
+    peaks = ", ".join(human_bytes(size) for size in one.memory.get("peak_by_rank", []))
     return {
         "rows": [
             (p, (planned.get(p), measured.get(p))) for p in _PARTS if p in measured or p in planned

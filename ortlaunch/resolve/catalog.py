@@ -7,7 +7,7 @@ from ortlaunch.planning.memory import estimate
 from ortlaunch.planning.workload import solve_batch
 from ortlaunch.recipe import Recipe, load
 from ortlaunch.resolve.shipped import find, names
-from ortlaunch.units import aligned
+from ortlaunch.units import align_columns
 
 _WORLDS = (1, 8)
 
@@ -24,7 +24,7 @@ def catalog() -> list[str]:
         memory = (_memory(recipe, ranks) for ranks in _WORLDS)
         rows.append((name, _model(recipe), _method(recipe), recipe.engine.name, *memory))
     return [
-        *aligned(rows),
+        *align_columns(rows),
         "1 GPU, 8 GPUs: GiB on each, by `ortlaunch plan`; -: not known before a run",
     ]
 

@@ -7,13 +7,13 @@ import os
 from collections.abc import Iterable, Iterator
 
 from ortlaunch import recipe
-from ortlaunch.cache import foreign
+from ortlaunch.cache import reason_others_can_write
 from ortlaunch.errors import InputError, PlanError, RecipeError
-from ortlaunch.launch import Request, backend
-from ortlaunch.launch.attempts import set_aside
+from ortlaunch.launch import LaunchRequest, load_backend
+from ortlaunch.launch.attempts import move_logs_and_errors_to_attempt
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.launch_plan import Plan
-from ortlaunch.launchers import launcher_of
+from ortlaunch.launchers import launcher_row
 from ortlaunch.output import print_lines
 from ortlaunch.planning.describe import describe
 from ortlaunch.planning.world import World
@@ -24,7 +24,12 @@ from ortlaunch.resolve import provenance, resume
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.run_folder import origin
 from ortlaunch.run_folder.engine_report import Choice
-from ortlaunch.run_folder.folder import RunDir, is_temporary, write_json, write_text
+from ortlaunch.run_folder.folder import (
+    RunDir,
+    is_temporary_file,
+    write_json_atomically,
+    write_text_atomically,
+)
 from ortlaunch.run_folder.records import as_json
 
 
@@ -35,20 +40,20 @@ def check_launcher(world: World, run: RunDir) -> None:
         PlanError, MissingDependency: it cannot start them.
     """
     # The user's own launcher has started the ranks already.
-    if launcher_of(world.launcher).is_ours:
-        backend(world.launcher).check(world.nodes, run)
+    if launcher_row(world.launcher).is_ours:
+        load_backend(world.launcher).check(world.nodes, run)
 
 
-def request_of(plan: Plan, run: RunDir) -> Request:
+def request_of(plan: Plan, run: RunDir) -> LaunchRequest:
     """Return the request that starts the ranks, without side effects."""
     if not plan.started_by.is_ours:
-        return Request((*plan.argv, str(run)), plan.env)
-    return backend(plan.launcher).request(plan, run)
+        return LaunchRequest((*plan.argv, str(run)), plan.env)
+    return load_backend(plan.launcher).request(plan, run)
 
 
 def write_run(
     run: RunDir, chosen: Recipe, plan: Plan, choice: Choice | None = None, again: bool = False
-) -> Request:
+) -> LaunchRequest:
     """Write the files for the ranks, set aside those of an earlier start, and return the request.
 
     Args:
@@ -63,15 +68,15 @@ def write_run(
     variables = {**variables_in(os.environ), **variables_in(chosen.launch.env)}
     records[run.environment] = {**provenance.environment(), "ortmodule_variables": variables}
     for path, text in {run.recipe: recipe.to_yaml(chosen), run.plan: plan.to_json()}.items():
-        write_text(path, text)
+        write_text_atomically(path, text)
     for path, record in records.items():
-        write_json(path, record)
+        write_json_atomically(path, record)
     # The time of this file marks the start: older logs and checkpoints are of an earlier start.
-    write_text(run.request, f"{request}\n")
+    write_text_atomically(run.request, f"{request}\n")
     # Records of the earlier start would be taken for those of this one, and the entries of its
     # ranks in the store for those of the new ranks.
-    set_aside(run)
-    killed = filter(is_temporary, run.path.iterdir())
+    move_logs_and_errors_to_attempt(run)
+    killed = filter(is_temporary_file, run.path.iterdir())
     left = (
         *(() if again else run.requests.glob("*")),
         *killed,
@@ -92,7 +97,7 @@ def prepare(
     run: RunDir,
     lines: Iterable[str] = (),
     begun: resume.Beginning | None = None,
-) -> Request:
+) -> LaunchRequest:
     """Write the plan and the other files of the run folder; return the request to the launcher.
 
     Args:
@@ -106,7 +111,7 @@ def prepare(
     if begun is not None:
         shown = describe(resolved.plan, resolved.file.recipe)
         lines = [*lines, *resolved.notes, shown, f"run folder: {run}"]
-        if why := foreign(run.path):
+        if why := reason_others_can_write(run.path):
             lines.append(
                 f"run folder: {why}: users who can write there can run code as this user "
                 "while the ranks start (docs/trust.md)"
@@ -128,7 +133,7 @@ def earlier(run: RunDir, resolved: ResolvedRun) -> Recipe | None:
     except RecipeError as error:
         # The run can continue if a checkpoint has a record of its own to compare with.
         saved = run.complete_checkpoints()
-        if not saved or origin.read(saved[-1][1]) is None:
+        if not saved or origin.read_checkpoint_origin(saved[-1][1]) is None:
             raise
         compared = f"{saved[-1][1]} has a recipe of its own, which is compared"
         print(f"{error}\n{run.recipe} is replaced by the recipe given: {compared}")

@@ -14,7 +14,7 @@ from pathlib import Path
 from ortlaunch import machine
 from ortlaunch.json_types import Json
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.run_folder.lines import append_line
+from ortlaunch.run_folder.lines import append_json_line
 from ortlaunch.version import __version__
 
 # Git may need longer for the state of a very large repository on a slow disk: it is then unknown.
@@ -35,7 +35,7 @@ def record(run: RunDir, recipe: Path, typed: Sequence[str]) -> None:
         "recipe": os.path.abspath(recipe),
         "git": commit(recipe.parent),
     }
-    append_line(run.commands, line)
+    append_json_line(run.commands, line)
 
 
 def commit(folder: Path) -> dict[str, object] | None:
@@ -54,7 +54,7 @@ def environment() -> Json:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "host": platform.node(),
-        "cores": machine.cores(),
+        "cores": machine.usable_core_count(),
         "packages": _packages(),
     }
 

@@ -26,7 +26,7 @@ from ortlaunch.recipe.rules.rules import device_rules, task_rules
 from ortlaunch.resolve import shipped
 from ortlaunch.run_folder.engine_report import Choice
 from ortlaunch.tasks import TASKS, Task
-from ortlaunch.user_modules import broken_factories, folders
+from ortlaunch.user_modules import factory_folders, unloadable_factories
 
 # The folder of the recipe that `ortlaunch submit` wrote into the run folder.
 MODULES_VARIABLE = "ORTLAUNCH_MODULES"
@@ -86,9 +86,9 @@ class ResolvedRun:
             task=self.task,
             # Also a later command in another folder finds modules of the current one.
             modules=next(
-                folders(self.file.recipe, self.command.modules), str(self.command.modules)
+                factory_folders(self.file.recipe, self.command.modules), str(self.command.modules)
             ),
-            worker=start.command("ortlaunch.worker"),
+            worker=start.module_command("ortlaunch.worker"),
         )
 
     def with_overrides(self, *overrides: str) -> ResolvedRun:
@@ -154,7 +154,7 @@ def resolve_file(file: RecipeFile, command: Command, world: World | None = None)
     world = world or resolve_world(recipe, options, environ)
     work = workload(recipe, world, process_memory(recipe))
     tight = crowded(world, work, options.planned_only) if world.inside is None else ()
-    broken = broken_factories(recipe, command.modules)
+    broken = unloadable_factories(recipe, command.modules)
     named = f"those of {options.hostfile}" if options.hostfile else "the run's hosts"
     file.require((*device_rules(recipe, world.device, named), *task_rules(recipe, options.task)))
     # Inputs that are absent here may be on the other hosts, or be created before the run.
@@ -170,7 +170,7 @@ def resolve_file(file: RecipeFile, command: Command, world: World | None = None)
     notes += [*file.notes, *world.notes, *files, *functions]
     notes += [*map(file.explain, inputs.doubtful(recipe)), *recipe.engine.lines()]
     if recipe.engine.matmul_precision != "highest":
-        effect = machine.matmul_effect(recipe.engine.matmul_precision, world.device)
+        effect = machine.matmul_precision_effect(recipe.engine.matmul_precision, world.device)
         notes.append(f"matmul_precision {recipe.engine.matmul_precision}: {effect}")
     notes += [*environment, *recipe.sweep_lines(), *tight]
     return ResolvedRun(file, world, work, tuple(notes), command)

@@ -18,7 +18,7 @@ from ortlaunch.recipe.rules.resume_rules import NAMES, Change, leaves
 from ortlaunch.resolve import provenance
 from ortlaunch.resolve.resolve import Command, ResolvedRun
 from ortlaunch.run_folder import origin
-from ortlaunch.run_folder.folder import COMPLETE, MANIFEST, RunDir, read_json
+from ortlaunch.run_folder.folder import COMPLETE, MANIFEST, RunDir, read_own_json
 from ortlaunch.run_folder.resume_record import ResumeRecord
 
 # Values of `--resume`; any other value is a step or a path.
@@ -184,7 +184,7 @@ def _elsewhere(source: Path) -> Chosen:
 def _step_of(folder: Path) -> int:
     # The folder may have any name, so the step comes from the manifest.
     try:
-        step = read_json(folder / MANIFEST)["step"]
+        step = read_own_json(folder / MANIFEST)["step"]
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"--resume {folder}: its {MANIFEST} cannot be read: {error}") from None
     return int(step)
@@ -220,7 +220,7 @@ def beginning(
     lines += [f"  set aside: {path}" for path in chosen.aside]
     if chosen.folder is None:
         return Beginning(chosen, options, (*lines, *_since(before, resolved)))
-    made = origin.read(chosen.folder)
+    made = origin.read_checkpoint_origin(chosen.folder)
     # A checkpoint of this folder without a record was written with the folder's own recipe.
     if made is None and before is not None and run.checkpoints in chosen.folder.parents:
         made = {"recipe": before.model_dump(mode="json")}
@@ -232,10 +232,10 @@ def beginning(
         return Beginning(
             chosen, options, (*lines, "  it has no record of its recipe, so nothing is compared")
         )
-    found = origin.differences(made, today(resolved))
+    found = origin.origin_changes(made, today(resolved))
     # Changes of fields that only a training uses do not matter to an evaluation.
     if not trains:
-        found = origin.of_evaluation(chosen.folder, found)
+        found = origin.changes_affecting_evaluation(chosen.folder, found)
     require(found, options.allow, f"{chosen.folder} belongs to a different training")
     return Beginning(chosen, options, (*lines, *change_lines(found, options.allow)), tuple(found))
 
@@ -253,7 +253,7 @@ def today(resolved: ResolvedRun) -> dict[str, object]:
     git = provenance.commit(resolved.command.path.parent)
     world = resolved.world
     environment = provenance.environment()
-    return origin.origin(
+    return origin.checkpoint_origin(
         resolved.file.recipe, resolved.work.batch, len(world.hosts), world.device, environment, git
     )
 

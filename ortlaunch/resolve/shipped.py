@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from ortlaunch.errors import InputError, RecipeError
-from ortlaunch.run_folder.folder import write_text
+from ortlaunch.run_folder.folder import write_text_atomically
 
 # A module in a recipe: `module.py` or `module:function`.
 _MODULE = re.compile(r"(\w+)(?:\.py\b|:\w)")
@@ -158,7 +158,9 @@ def copy(name: str, target: Path) -> list[Path]:
         for old, new in pairs:
             text = old.read_text(encoding="utf-8")
             # An absolute path, so that an editor finds the schema from any folder.
-            write_text(new, re.sub(r"(?<=\$schema=)(\.\./)+", f"{folder().resolve()}/", text))
+            write_text_atomically(
+                new, re.sub(r"(?<=\$schema=)(\.\./)+", f"{folder().resolve()}/", text)
+            )
     except OSError as error:
         raise InputError(f"{error.filename}: cannot be written: {error.strerror}") from None
     return [new for _, new in pairs]

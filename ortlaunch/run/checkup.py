@@ -11,7 +11,7 @@ from ortlaunch import machine
 from ortlaunch.doctor import here, hosts
 from ortlaunch.doctor.finding import FAILED, Finding
 from ortlaunch.doctor.hosts import HostRequirements
-from ortlaunch.errors import PlanError, RunError, first_line
+from ortlaunch.errors import PlanError, RunError, first_message_line
 from ortlaunch.launch_plan import Node
 from ortlaunch.planning.hosts import hostfile_text, parse_hostfile, select
 from ortlaunch.planning.slurm_names import hosts_of_job
@@ -19,7 +19,7 @@ from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe import to_yaml
 from ortlaunch.recipe.fields.data import BATCHES_EACH_WORKER
 from ortlaunch.resolve.resolve import ResolvedRun, resolve
-from ortlaunch.tasks import BatchBytesRequest, answer_of
+from ortlaunch.tasks import BatchBytesRequest, run_task_for_answer
 
 
 class CheckupOptions(NamedTuple):
@@ -29,7 +29,7 @@ class CheckupOptions(NamedTuple):
     device: str | None = None
     interface: str | None = None
     port: int = 0
-    ports: tuple[int, int] | None = None
+    port_range: tuple[int, int] | None = None
 
 
 def host_requirements(resolved: ResolvedRun, folder: Path) -> HostRequirements:
@@ -37,18 +37,20 @@ def host_requirements(resolved: ResolvedRun, folder: Path) -> HostRequirements:
     world = resolved.world
     recipe = resolved.file.recipe
     # One more than are kept: the oldest is deleted after the newest has been written.
-    kept = (recipe.checkpoint.keep or 1) + 1
-    needed = resolved.work.memory.checkpoint * kept if resolved.work.memory else 0
+    checkpoints_on_disk = (recipe.checkpoint.keep or 1) + 1
+    needed_bytes = (
+        resolved.work.memory.checkpoint * checkpoints_on_disk if resolved.work.memory else 0
+    )
     return HostRequirements(
-        world.nodes, world.device, folder, needed, interface=recipe.launch.interface
+        world.nodes, world.device, folder, needed_bytes, interface=recipe.launch.interface
     )
 
 
-def checkup(
+def check_hosts_or_this_machine(
     recipe: Path | None,
     overrides: tuple[str, ...],
     options: LaunchOptions,
-    place: CheckupOptions,
+    checkup_options: CheckupOptions,
     environ: Mapping[str, str],
 ) -> list[Finding]:
     """Return all findings, in the order of the hosts.
@@ -57,35 +59,37 @@ def checkup(
         InputError: the recipe or the host file is wrong.
     """
     # Nothing is started from here, so resources that only other hosts have may be absent here.
-    _refuse_unused(options, recipe is not None)
-    options = with_job(options, environ)._replace(planned_only=True)
-    folder = Path(os.path.abspath(place.folder or "."))
+    _refuse_options_without_effect(options, recipe is not None)
+    options = add_slurm_job_hosts(options, environ)._replace(planned_only=True)
+    folder = Path(os.path.abspath(checkup_options.folder or "."))
     resolved = resolve(recipe, overrides, options, environ) if recipe else None
-    asked = (
+    requirements = (
         host_requirements(resolved, folder)
         if resolved
-        else HostRequirements(_nodes(options), _device(environ), folder)
+        else HostRequirements(_listed_nodes(options), _automatic_device(environ), folder)
     )
-    asked = asked._replace(
-        device=place.device or asked.device,
-        interface=place.interface or asked.interface,
-        port=place.port,
-        ports=place.ports,
+    requirements = requirements._replace(
+        device=checkup_options.device or requirements.device,
+        interface=checkup_options.interface or requirements.interface,
+        port=checkup_options.port,
+        ports=checkup_options.port_range,
     )
-    chosen = resolved.file.recipe if resolved else None
-    unread = []
+    chosen_recipe = resolved.file.recipe if resolved else None
+    data_findings = []
     try:
-        asked = asked._replace(shared_bytes=_bytes_read_ahead(resolved) if resolved else 0)
+        requirements = requirements._replace(
+            shared_bytes=_shared_memory_bytes_of_data_workers(resolved) if resolved else 0
+        )
     except RunError as error:
-        unread = [Finding(here.HERE, "data", FAILED, first_line(error))]
-    return unread + (
-        hosts.check_hosts(asked)
+        data_findings = [Finding(here.HERE, "data", FAILED, first_message_line(error))]
+    return data_findings + (
+        hosts.check_hosts(requirements)
         if options.hostfile
-        else here.check_this_host(asked, chosen, resolved.world if resolved else None)
+        else here.check_this_host(requirements, chosen_recipe, resolved.world if resolved else None)
     )
 
 
-def _bytes_read_ahead(resolved: ResolvedRun) -> int:
+def _shared_memory_bytes_of_data_workers(resolved: ResolvedRun) -> int:
     """Return the bytes of the batches that the data workers of one host hold in /dev/shm.
 
     Raises:
@@ -98,31 +102,31 @@ def _bytes_read_ahead(resolved: ResolvedRun) -> int:
         to_yaml(recipe), str(resolved.command.modules), resolved.work.batch.micro_samples
     )
     ranks = max(node.slots for node in resolved.world.nodes)
-    return int(answer_of(batch)) * recipe.data.workers * BATCHES_EACH_WORKER * ranks
+    return int(run_task_for_answer(batch)) * recipe.data.workers * BATCHES_EACH_WORKER * ranks
 
 
-def _refuse_unused(options: LaunchOptions, starts: bool) -> None:
-    if not starts and (options.launcher or options.processes_per_node):
+def _refuse_options_without_effect(options: LaunchOptions, has_recipe: bool) -> None:
+    if not has_recipe and (options.launcher or options.processes_per_node):
         raise PlanError("--launcher and --nproc-per-node need a recipe: they set its ranks")
     if options.hostfile is None and (options.include or options.exclude):
         raise PlanError("--include and --exclude need a host file: give --hostfile")
 
 
-def with_job(options: LaunchOptions, environ: Mapping[str, str]) -> LaunchOptions:
+def add_slurm_job_hosts(options: LaunchOptions, environ: Mapping[str, str]) -> LaunchOptions:
     """Return the options with the nodes of this Slurm job as the host file, unless one is given."""
-    job = () if options.hostfile else hosts_of_job(environ)
-    if not job:
+    job_hosts = () if options.hostfile else hosts_of_job(environ)
+    if not job_hosts:
         return options
-    text = "".join(f"{host.name} slots={host.slots}\n" for host in job)
+    text = "".join(f"{host.name} slots={host.slots}\n" for host in job_hosts)
     return options._replace(hostfile="SLURM_JOB_NODELIST", hosts_text=text)
 
 
-def _device(environ: Mapping[str, str]) -> str:
+def _automatic_device(environ: Mapping[str, str]) -> str:
     """Return the device that `launch.device: auto` of a recipe stands for."""
-    return "cuda" if machine.visible_gpus(environ) else "cpu"
+    return "cuda" if machine.visible_gpu_count(environ) else "cpu"
 
 
-def _nodes(options: LaunchOptions) -> tuple[Node, ...]:
+def _listed_nodes(options: LaunchOptions) -> tuple[Node, ...]:
     """Return the hosts for a checkup without a recipe; none stands for this host."""
     if options.hostfile is None:
         return ()

@@ -10,35 +10,41 @@ from ortlaunch.run import micro_size
 from ortlaunch.run_folder.folder import RunDir
 
 
-def with_recorded_choices(resolved: ResolvedRun, run: RunDir) -> ResolvedRun:
+def apply_recorded_choices(resolved: ResolvedRun, run: RunDir) -> ResolvedRun:
     """Return the run with the choices that an earlier start or measurement recorded.
 
     Raises:
         PlanError: a choice is not recorded, and this process is a rank of the user's own launcher,
             which cannot start the jobs of a measurement.
     """
-    inside = resolved.world.inside
-    size = None
-    if micro_size.is_requested(resolved.file.recipe):
-        size = micro_size.recorded_size(resolved.file.recipe, resolved.work.batch, run)
+    enclosing_rank = resolved.world.inside
+    recorded_micro_size = None
+    if micro_size.is_search_requested(resolved.file.recipe):
+        recorded_micro_size = micro_size.recorded_micro_size(
+            resolved.file.recipe, resolved.work.batch, run
+        )
         # A rank may use a recorded size, but cannot start trials.
-        if size is None and inside is not None:
-            micro_size.refuse_inside()
-    if engine_is_open(resolved):
+        if recorded_micro_size is None and enclosing_rank is not None:
+            micro_size.refuse_search_in_rank()
+    if must_measure_engine(resolved):
         # Imported on use: only a run with an open engine needs the bench.
         from ortlaunch.bench import auto
 
-        found = auto.recorded_choice(resolved, run)
-        resolved = auto.applied(resolved, *found) if found else resolved
-    return resolved if size is None else resolved.with_choice(micro_size.override(size))
+        recorded_engine = auto.recorded_choice(resolved, run)
+        resolved = auto.applied(resolved, *recorded_engine) if recorded_engine else resolved
+    return (
+        resolved
+        if recorded_micro_size is None
+        else resolved.with_choice(micro_size.micro_size_override(recorded_micro_size))
+    )
 
 
-def engine_is_open(resolved: ResolvedRun) -> bool:
+def must_measure_engine(resolved: ResolvedRun) -> bool:
     """Whether the engine must be measured."""
     return resolved.file.recipe.engine.name == "auto"
 
 
-def with_measured_engine(resolved: ResolvedRun) -> ResolvedRun:
+def measure_and_apply_engine(resolved: ResolvedRun) -> ResolvedRun:
     """Measure the engines now; return the run with the best, and store the choice in the cache."""
     from ortlaunch.bench import auto
 
@@ -46,9 +52,9 @@ def with_measured_engine(resolved: ResolvedRun) -> ResolvedRun:
     return auto.applied(resolved, auto.remember(resolved, choice))
 
 
-def with_found_size(resolved: ResolvedRun, run: RunDir) -> ResolvedRun:
+def search_and_apply_micro_size(resolved: ResolvedRun, run: RunDir) -> ResolvedRun:
     """Return the run with its micro batch size; if that is `auto`, search the largest that fits."""
-    if not micro_size.is_requested(resolved.file.recipe):
+    if not micro_size.is_search_requested(resolved.file.recipe):
         return resolved
-    size = micro_size.find(resolved.file.recipe, resolved.plan, run)
-    return resolved.with_choice(micro_size.override(size))
+    found_size = micro_size.search_largest_micro_size(resolved.file.recipe, resolved.plan, run)
+    return resolved.with_choice(micro_size.micro_size_override(found_size))

@@ -11,106 +11,137 @@ import time
 from pathlib import Path
 
 from ortlaunch.diagnose.report import with_verdict
-from ortlaunch.launch import backend
-from ortlaunch.launch.failure import explain_end
-from ortlaunch.launch.restarts import Ended, supervise
+from ortlaunch.launch import load_backend
+from ortlaunch.launch.failure import classify_run_end
+from ortlaunch.launch.restarts import EndedAttempt, start_ranks_until_end
 from ortlaunch.output import ERASE, print_lines, terminal_width
 from ortlaunch.resolve.prepare import prepare
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.resolve.resume import AUTOMATIC, ResumeOptions
 from ortlaunch.run import choices, inside
-from ortlaunch.run.elastic import on_fit_hosts
-from ortlaunch.run.finished import with_next
+from ortlaunch.run.elastic import run_on_usable_hosts
+from ortlaunch.run.finished import append_continuing_command
 from ortlaunch.run.job_file import JobFile
 from ortlaunch.run.preparation import (
-    check,
-    claimed,
-    finished,
-    mark_of,
-    record_finished,
-    run_folder,
-    unclaimed,
+    check_run_can_start,
+    claim_run_folder,
+    finished_message,
+    folder_for_checks,
+    new_or_requested_run_folder,
+    ready_mark_path,
+    record_success,
 )
 from ortlaunch.run_folder.folder import PROGRESS_VARIABLE
 from ortlaunch.run_folder.lock import RunLock
-from ortlaunch.units import duration
+from ortlaunch.units import clock_duration
 
 
-def train(resolved: ResolvedRun, chosen: Path | None, options: ResumeOptions = AUTOMATIC) -> int:
+def run_training_command(
+    resolved: ResolvedRun, requested_folder: Path | None, resume_options: ResumeOptions = AUTOMATIC
+) -> int:
     """Prepare the folder, start the ranks, wait, print the verdict and return the exit status."""
-    options = options.checked()
+    resume_options = resume_options.checked()
     with RunLock() as lock:
-        return _train(resolved, chosen, lock, options)
+        return _train_under_lock(resolved, requested_folder, lock, resume_options)
 
 
-def _train(
-    resolved: ResolvedRun, chosen: Path | None, lock: RunLock, options: ResumeOptions
+def _train_under_lock(
+    resolved: ResolvedRun,
+    requested_folder: Path | None,
+    lock: RunLock,
+    resume_options: ResumeOptions,
 ) -> int:
     started = time.monotonic()
     rank = resolved.world.inside
-    claims = chosen is None and (rank is None or rank.world_size == 1)
-    proposed = run_folder(chosen, resolved, os.environ)
-    run = unclaimed(proposed, chosen) if claims else proposed
+    must_claim_folder = requested_folder is None and (rank is None or rank.world_size == 1)
+    proposed_folder = new_or_requested_run_folder(requested_folder, resolved, os.environ)
+    run = (
+        folder_for_checks(proposed_folder, requested_folder)
+        if must_claim_folder
+        else proposed_folder
+    )
     # A run from Python has its folder, and the caller watches the lock.
     if (run.lock.exists() or run.output.exists()) and (rank is None or rank.rank == 0):
         # Before anything is measured: a living run in the folder must end this command at once. A
         # requeued turn waits for the earlier one, which may save a checkpoint meanwhile.
-        lock.acquire(run, keep=rank is not None, patience_seconds=inside.patience_seconds())
-    mark = mark_of(run, rank) if rank is not None else None
-    if rank is not None and mark is not None:
+        lock.acquire(
+            run, survives_exec=rank is not None, patience_seconds=inside.earlier_turn_wait_seconds()
+        )
+    ready_mark = ready_mark_path(run, rank) if rank is not None else None
+    if rank is not None and ready_mark is not None:
         # Other ranks start with the choices and the plan of rank 0.
         if rank.rank > 0:
-            return 0 if finished(resolved, run, options) else inside.follow(mark, run)
+            return (
+                0
+                if finished_message(resolved, run, resume_options)
+                else inside.wait_for_rank0_and_become_worker(ready_mark, run)
+            )
         # With the mark of an earlier launch, other ranks would start from that launch's files.
-        mark.unlink(missing_ok=True)
+        ready_mark.unlink(missing_ok=True)
 
     # First the known choices and the checks: a run that cannot start should fail before minutes of
     # measuring.
-    resolved, beginning, done = check(resolved, run, options)
-    if done:
-        record_finished(run)
-        print_lines([*beginning.lines, done])
+    resolved, beginning, finished_text = check_run_can_start(resolved, run, resume_options)
+    if finished_text:
+        record_success(run)
+        print_lines([*beginning.lines, finished_text])
         return 0
-    if rank is not None and mark is not None:
-        if claims:
-            run = claimed(proposed)
-            mark = mark_of(run, rank)
-        return inside.lead(resolved, mark, run, lock, beginning)
-    if choices.engine_is_open(resolved):
-        measured = choices.with_measured_engine(resolved)
+    if rank is not None and ready_mark is not None:
+        if must_claim_folder:
+            run = claim_run_folder(proposed_folder)
+            ready_mark = ready_mark_path(run, rank)
+        return inside.become_rank0_worker(resolved, ready_mark, run, lock, beginning)
+    if choices.must_measure_engine(resolved):
+        measured_run = choices.measure_and_apply_engine(resolved)
         # The engine may have requirements of its own.
-        resolved, beginning, _ = check(measured, run, options)
+        resolved, beginning, _ = check_run_can_start(measured_run, run, resume_options)
 
-    run = claimed(proposed) if claims else run
+    run = claim_run_folder(proposed_folder) if must_claim_folder else run
     lock.acquire(run)
     with JobFile(run, resolved.world.launcher, resolved.traits.saves) as file:
         print_lines(beginning.lines)
-        whole = choices.with_found_size(resolved, run)
+        run_on_all_hosts = choices.search_and_apply_micro_size(resolved, run)
         # Ranks write the progress line in this width; empty where the output is no terminal.
         os.environ[PROGRESS_VARIABLE] = width = str(terminal_width() or "")
-        launcher = backend(whole.world.launcher)
+        launcher = load_backend(run_on_all_hosts.world.launcher)
 
-        def start(attempt: int) -> Ended:
-            now, lines = on_fit_hosts(whole, run, attempt > 1)
-            request = prepare(now, run, lines, beginning if attempt == 1 else None)
-            file.starts()
-            early = file.keep_signals()
+        def start_ranks(attempt_number: int) -> EndedAttempt:
+            usable_run, lines = run_on_usable_hosts(run_on_all_hosts, run, attempt_number > 1)
+            request = prepare(usable_run, run, lines, beginning if attempt_number == 1 else None)
+            file.record_start_of_ranks()
+            early_signals = file.keep_signals_for_ranks()
             job = launcher.submit(request)
-            job.early = early
+            job.early_signals = early_signals
             run.restart_request.unlink(missing_ok=True)
-            end = explain_end(
-                run, launcher.wait(job), job.signal, job.ended_by, job.oom_kills, shown=True
+            end = classify_run_end(
+                run,
+                launcher.wait(job),
+                job.user_signal,
+                job.foreign_signal,
+                job.oom_kills,
+                rank0_output_was_shown=True,
             )
             # Clear the progress line of a rank that was killed.
             print(end=ERASE if width else "", flush=True)
-            return Ended(end, job.signal is not None)
+            return EndedAttempt(end, job.user_signal is not None)
 
-        end, stopped = supervise(run, whole.file.recipe.launch.max_restarts, file.failed, start)
-        took = f", in {duration(time.monotonic() - started)}"
+        end, stopped = start_ranks_until_end(
+            run,
+            run_on_all_hosts.file.recipe.launch.max_restarts,
+            file.record_failed_attempts,
+            start_ranks,
+        )
+        duration_text = f", in {clock_duration(time.monotonic() - started)}"
         failed = bool(end.status)
-        last = with_verdict(run, end) if failed else end.text + took
-        if end.stopped or not failed:
-            last = with_next(last, whole.typed, whole.file.recipe, run, end.stopped)
-        file.end(end.status, last, end.failure, stopped or end.stopped)
-    print(last, file=sys.stderr if end.status else sys.stdout, flush=True)
+        last_output = with_verdict(run, end) if failed else end.text + duration_text
+        if end.stopped_on_request or not failed:
+            last_output = append_continuing_command(
+                last_output,
+                run_on_all_hosts.typed,
+                run_on_all_hosts.file.recipe,
+                run,
+                end.stopped_on_request,
+            )
+        file.record_end(end.status, last_output, end.failure, stopped or end.stopped_on_request)
+    print(last_output, file=sys.stderr if end.status else sys.stdout, flush=True)
     return end.status

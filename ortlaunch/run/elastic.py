@@ -19,81 +19,99 @@ from ortlaunch.errors import LaunchError
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.run.checkup import host_requirements
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.units import counted
+from ortlaunch.units import count_with_noun
 
 # A switch that is started again is back after some minutes.
 _HOSTS_SECONDS = 600.0
 _LOOK_SECONDS = 10.0
 
 
-def on_fit_hosts(whole: ResolvedRun, run: RunDir, again: bool) -> tuple[ResolvedRun, list[str]]:
+def run_on_usable_hosts(
+    run_on_all_hosts: ResolvedRun, run: RunDir, is_restart: bool
+) -> tuple[ResolvedRun, list[str]]:
     """Return the run on its usable hosts, and lines about them.
 
     It detects faults that would let ranks of several hosts fail, before they start.
 
     Args:
-        whole: the run on all hosts of the host file.
-        again: whether the ranks have been started before. Any fault of a host then excludes it from
+        run_on_all_hosts: the run on all hosts of the host file.
+        is_restart: whether the ranks have been started before. Any fault of a host then excludes it from
             an elastic run; at the first start only an unreachable host is excluded.
 
     Raises:
         LaunchError: a host is not usable, or fewer hosts than launch.nodes.min are; after a start it
             waits ten minutes for them.
     """
-    launch = whole.file.recipe.launch
-    elastic = whole.file.recipe.launch.elastic
-    if elastic is None and (again or len(whole.world.hosts) == 1 or not launch.preflight):
-        return whole, []
+    launch = run_on_all_hosts.file.recipe.launch
+    elastic = run_on_all_hosts.file.recipe.launch.elastic
+    if elastic is None and (
+        is_restart or len(run_on_all_hosts.world.hosts) == 1 or not launch.preflight
+    ):
+        return run_on_all_hosts, []
     # Hosts of a Slurm job are not reached by ssh, which the check needs.
     if "SLURM_JOB_ID" in os.environ:
         note = (
             "launch.preflight: skipped inside a Slurm job, whose hosts are not reached by ssh; "
             "use ortlaunch doctor"
         )
-        return whole, [note]
-    asked = host_requirements(whole, Path(os.path.abspath(run.path)))
-    out = _lost_hosts(asked, elastic is not None, again)
+        return run_on_all_hosts, [note]
+    requirements = host_requirements(run_on_all_hosts, Path(os.path.abspath(run.path)))
+    finding_by_excluded_host = _excluded_hosts(requirements, elastic is not None, is_restart)
     if elastic is None:
-        return whole, []
-    deadline = time.monotonic() + (_HOSTS_SECONDS if again else 0.0)
+        return run_on_all_hosts, []
+    deadline = time.monotonic() + (_HOSTS_SECONDS if is_restart else 0.0)
     is_reported = False
-    while len(whole.world.hosts) - len(out) < elastic.min:
-        told = _too_few(len(whole.world.hosts) - len(out), elastic.min, out.values())
+    while len(run_on_all_hosts.world.hosts) - len(finding_by_excluded_host) < elastic.min:
+        message = _too_few_hosts_message(
+            len(run_on_all_hosts.world.hosts) - len(finding_by_excluded_host),
+            elastic.min,
+            finding_by_excluded_host.values(),
+        )
         if time.monotonic() >= deadline or run.stop_request.exists():
-            raise LaunchError(told)
+            raise LaunchError(message)
         if not is_reported:
             minutes = f"{_HOSTS_SECONDS / 60:g} minutes"
-            print(f"ortlaunch: {told}\nwaiting {minutes} for them", file=sys.stderr, flush=True)
+            print(f"ortlaunch: {message}\nwaiting {minutes} for them", file=sys.stderr, flush=True)
         is_reported = True
         time.sleep(_LOOK_SECONDS)
-        out = _lost_hosts(asked, elastic is not None, again)
-    names = [host.name for host in whole.world.hosts if host.name not in out]
-    now = whole.on_hosts(names)
-    how = (
-        f"{counted(len(names), 'host')} of {len(whole.world.hosts)}, "
-        f"accumulation {now.work.batch.accumulation_steps}"
+        finding_by_excluded_host = _excluded_hosts(requirements, elastic is not None, is_restart)
+    names = [
+        host.name
+        for host in run_on_all_hosts.world.hosts
+        if host.name not in finding_by_excluded_host
+    ]
+    smaller_run = run_on_all_hosts.on_hosts(names)
+    size_text = (
+        f"{count_with_noun(len(names), 'host')} of {len(run_on_all_hosts.world.hosts)}, "
+        f"accumulation {smaller_run.work.batch.accumulation_steps}"
     )
-    return now, [
-        f"launch.nodes {elastic}: on {how}",
-        *(f"  left out: {finding}" for finding in out.values()),
+    return smaller_run, [
+        f"launch.nodes {elastic}: on {size_text}",
+        *(f"  left out: {finding}" for finding in finding_by_excluded_host.values()),
     ]
 
 
-def _lost_hosts(asked: HostRequirements, is_elastic: bool, again: bool) -> dict[str, Finding]:
+def _excluded_hosts(
+    requirements: HostRequirements, is_elastic: bool, is_restart: bool
+) -> dict[str, Finding]:
     """Return the first finding of each host that an elastic run leaves out.
 
     Raises:
         LaunchError: a host has another fault, which ends the command.
     """
-    found = check_hosts(asked._replace(quick=True))
-    wrong = [finding for finding in found if finding.verdict == FAILED]
-    lost = [one for one in wrong if is_elastic and (again or one.check == "reached")]
-    out = {finding.host: finding for finding in reversed(lost)}
-    if unfit := [finding for finding in wrong if finding.host not in out]:
-        raise refused(unfit)
-    return out
+    findings = check_hosts(requirements._replace(quick=True))
+    failures = [finding for finding in findings if finding.verdict == FAILED]
+    excluding_findings = [
+        finding for finding in failures if is_elastic and (is_restart or finding.check == "reached")
+    ]
+    finding_by_host = {finding.host: finding for finding in reversed(excluding_findings)}
+    if unusable := [finding for finding in failures if finding.host not in finding_by_host]:
+        raise refused(unusable)
+    return finding_by_host
 
 
-def _too_few(there: int, least: int, wrong: Iterable[Finding]) -> str:
-    table = "\n".join(map(str, wrong))
-    return f"launch.nodes.min is {least}, and {counted(there, 'host')} can be used:\n{table}"
+def _too_few_hosts_message(
+    usable_host_count: int, min_hosts: int, findings: Iterable[Finding]
+) -> str:
+    table = "\n".join(map(str, findings))
+    return f"launch.nodes.min is {min_hosts}, and {count_with_noun(usable_host_count, 'host')} can be used:\n{table}"

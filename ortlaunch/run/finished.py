@@ -8,73 +8,92 @@ from typing import Any
 
 from ortlaunch.errors import DamagedFile
 from ortlaunch.recipe import Recipe
-from ortlaunch.run_folder.cause_text import CONTINUE
-from ortlaunch.run_folder.folder import RunDir, read_json
+from ortlaunch.run_folder.cause_text import CONTINUE_PREFIX
+from ortlaunch.run_folder.folder import RunDir, read_own_json
 
-# Options that `with_next` leaves out or sets itself.
-_PLACES = ("--run-dir", "--resume")
+# Options that `append_continuing_command` leaves out or sets itself.
+_FOLDER_AND_RESUME_OPTIONS = ("--run-dir", "--resume")
 
 
-def nothing_left(recipe: Recipe, run: RunDir) -> str | None:
+def finished_message_if_readable(recipe: Recipe, run: RunDir) -> str | None:
     """Return a line if all steps are complete and exported; None if not, or if that is unknown."""
     try:
-        return _nothing_left(recipe, run)
+        return _finished_message(recipe, run)
     except (DamagedFile, KeyError, TypeError):
         return None
 
 
-def _nothing_left(recipe: Recipe, run: RunDir) -> str | None:
-    wanted = recipe.train.max_steps
-    if wanted is None and run.steps.exists():
-        begun = read_json(run.steps)
-        wanted = begun["max_steps"] if begun["epochs"] == recipe.train.epochs else None
-    saved = run.complete_checkpoints()
-    if wanted is None or not saved or not run.summary.exists() or not run.export.exists():
+def _finished_message(recipe: Recipe, run: RunDir) -> str | None:
+    max_steps = recipe.train.max_steps
+    if max_steps is None and run.steps.exists():
+        recorded_steps = read_own_json(run.steps)
+        max_steps = (
+            recorded_steps["max_steps"] if recorded_steps["epochs"] == recipe.train.epochs else None
+        )
+    complete_checkpoints = run.complete_checkpoints()
+    if (
+        max_steps is None
+        or not complete_checkpoints
+        or not run.summary.exists()
+        or not run.export.exists()
+    ):
         return None
     # Not the summary's steps: a user who deletes the last checkpoint wants to continue from the
     # one before it.
-    done = saved[-1][0]
+    done_steps = complete_checkpoints[-1][0]
     # The summary is that of a shorter training: this one ended before its export.
-    if read_json(run.summary)["steps"] != done:
+    if read_own_json(run.summary)["steps"] != done_steps:
         return None
-    if done >= wanted:
-        return f"nothing to train: {done} of {wanted} steps are done"
-    early = read_json(run.summary).get("stopped_early")
-    asked = recipe.train.stop_after
-    if early is None or asked is None:
+    if done_steps >= max_steps:
+        return f"nothing to train: {done_steps} of {max_steps} steps are done"
+    early_stop = read_own_json(run.summary).get("stopped_early")
+    stop_condition = recipe.train.stop_after
+    if early_stop is None or stop_condition is None:
         return None
-    same = (asked.metric, asked.direction, asked.evaluations) == (
-        early["metric"],
-        early["mode"],
-        early["evaluations"],
+    is_same_condition = (
+        stop_condition.metric,
+        stop_condition.direction,
+        stop_condition.evaluations,
+    ) == (
+        early_stop["metric"],
+        early_stop["mode"],
+        early_stop["evaluations"],
     )
     return (
-        f"nothing to train: stopped early after step {done} of {wanted} (train.stop_after)"
-        if same
+        f"nothing to train: stopped early after step {done_steps} of {max_steps} (train.stop_after)"
+        if is_same_condition
         else None
     )
 
 
-def with_next(
-    said: str, typed: Sequence[str], recipe: Recipe, run: RunDir, stopped: bool = False
+def append_continuing_command(
+    end_text: str,
+    typed_arguments: Sequence[str],
+    recipe: Recipe,
+    run: RunDir,
+    stopped_early: bool = False,
 ) -> str:
     """Return the text; if the user typed `train`, with the command that continues the run.
 
     Args:
-        said: the text on the end of the run.
-        typed: the arguments after `ortlaunch`.
-        stopped: whether it stopped before its last step. The command then continues to the same
+        end_text: the text on the end of the run.
+        typed_arguments: the arguments after `ortlaunch`.
+        stopped_early: whether it stopped before its last step. The command then continues to the same
             length, else to twice the length.
     """
-    if tuple(typed[:1]) != ("train",) or not (stopped or run.summary.exists()):
-        return said
-    key, value = ("", "") if stopped else _further(recipe, read_json(run.summary))
+    if tuple(typed_arguments[:1]) != ("train",) or not (stopped_early or run.summary.exists()):
+        return end_text
+    key, value = (
+        ("", "") if stopped_early else _longer_training_override(recipe, read_own_json(run.summary))
+    )
     change = [f"{key}={value}"] if key else []
-    command = shlex.join(["ortlaunch", *_kept(typed, key), f"--run-dir={run}", *change])
-    return f"{said}\n{CONTINUE}{command}"
+    command = shlex.join(
+        ["ortlaunch", *_repeatable_arguments(typed_arguments, key), f"--run-dir={run}", *change]
+    )
+    return f"{end_text}\n{CONTINUE_PREFIX}{command}"
 
 
-def _further(recipe: Recipe, summary: Mapping[str, Any]) -> tuple[str, str]:
+def _longer_training_override(recipe: Recipe, summary: Mapping[str, Any]) -> tuple[str, str]:
     """Return the override, as key and value, that gives a finished run more to train."""
     # An early stop left steps to do, so that removing its condition is enough.
     if summary.get("stopped_early"):
@@ -84,17 +103,22 @@ def _further(recipe: Recipe, summary: Mapping[str, Any]) -> tuple[str, str]:
     return "train.max_steps", str(2 * summary["steps"])
 
 
-def _kept(typed: Sequence[str], key: str) -> Iterator[str]:
+def _repeatable_arguments(typed_arguments: Sequence[str], changed_key: str) -> Iterator[str]:
     """Yield the typed arguments without the run's folder, the key that changes and `--dry-run`.
 
     Also without `--resume`: `--resume never` would train from the beginning again.
 
     `train.epochs=null` stays beside `train.max_steps`: the recipe's file may have epochs.
     """
-    changed = ("--dry-run", *((f"{key}=", f"{key}.") if key else ()))
-    words = iter(typed)
-    for word in words:
-        if word in _PLACES:
-            next(words, None)
-        elif not word.startswith((*(f"{place}=" for place in _PLACES), *changed)):
-            yield word
+    omitted_prefixes = (
+        "--dry-run",
+        *((f"{changed_key}=", f"{changed_key}.") if changed_key else ()),
+    )
+    arguments = iter(typed_arguments)
+    for argument in arguments:
+        if argument in _FOLDER_AND_RESUME_OPTIONS:
+            next(arguments, None)
+        elif not argument.startswith(
+            (*(f"{option}=" for option in _FOLDER_AND_RESUME_OPTIONS), *omitted_prefixes)
+        ):
+            yield argument

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from ortlaunch import start
 from ortlaunch.errors import LaunchError
-from ortlaunch.launch import JobState, Request
+from ortlaunch.launch import JobState, LaunchRequest
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.launch_plan import Plan
 from ortlaunch.other_runs import registry
@@ -22,7 +22,7 @@ from ortlaunch.rank import JOB_VARIABLE
 from ortlaunch.resolve.prepare import prepare, request_of
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.resolve.resume import Beginning
-from ortlaunch.run_folder.folder import RunDir, write_text
+from ortlaunch.run_folder.folder import RunDir, write_text_atomically
 from ortlaunch.run_folder.lock import RunLock
 
 # Seconds in which rank 0 must have prepared the folder.
@@ -34,43 +34,43 @@ _POD_SECONDS = 1800
 _PATIENCE_SECONDS = 600.0
 
 
-def lead(
-    resolved: ResolvedRun, mark: Path, run: RunDir, lock: RunLock, beginning: Beginning
+def become_rank0_worker(
+    resolved: ResolvedRun, ready_mark: Path, run: RunDir, lock: RunLock, beginning: Beginning
 ) -> NoReturn:
     """As rank 0, prepare the folder, mark it as prepared, and become the worker."""
     # The lock must outlast this program, which the worker replaces in the same process.
-    lock.acquire(run, keep=True)
-    JobRecord.begun(run, "inside", JobState.RUNNING).write(run)
+    lock.acquire(run, survives_exec=True)
+    JobRecord.at_start(run, "inside", JobState.RUNNING).write(run)
     registry.add(run)
     request = prepare(resolved, run, beginning.lines, beginning)
     # Last of all files: other ranks start as soon as it exists.
-    write_text(mark, "")
-    _become_worker(request)
+    write_text_atomically(ready_mark, "")
+    _replace_process_by_worker(request)
 
 
-def patience_seconds() -> float:
+def earlier_turn_wait_seconds() -> float:
     """Return how long a turn of a job waits for an earlier turn, whose node may train on."""
     return _PATIENCE_SECONDS if os.environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0") else 0.0
 
 
-def follow(mark: Path, run: RunDir) -> NoReturn:
+def wait_for_rank0_and_become_worker(ready_mark: Path, run: RunDir) -> NoReturn:
     """As another rank, wait until rank 0 has prepared the folder, and become a worker of its plan.
 
     Raises:
         LaunchError: rank 0 did not prepare it in time.
     """
-    seconds = _JOIN_SECONDS + patience_seconds()
+    limit_seconds = _JOIN_SECONDS + earlier_turn_wait_seconds()
     if os.environ.get(JOB_VARIABLE, "").startswith("kubernetes:"):
-        seconds = _POD_SECONDS
-    if not wait_until(mark.exists, seconds):
+        limit_seconds = _POD_SECONDS
+    if not wait_until(ready_mark.exists, limit_seconds):
         raise LaunchError(
-            f"rank 0 did not prepare {run} within {seconds:g} s; "
+            f"rank 0 did not prepare {run} within {limit_seconds:g} s; "
             "is it on a disk that all hosts share?"
         )
     # The program is this host's: other hosts may have it in another folder.
-    plan = replace(Plan.read(run.plan), argv=start.command("ortlaunch.worker"))
-    _become_worker(request_of(plan, run))
+    plan = replace(Plan.read(run.plan), argv=start.module_command("ortlaunch.worker"))
+    _replace_process_by_worker(request_of(plan, run))
 
 
-def _become_worker(request: Request) -> NoReturn:
+def _replace_process_by_worker(request: LaunchRequest) -> NoReturn:
     os.execve(request.argv[0], request.argv, {**os.environ, **dict(request.env)})

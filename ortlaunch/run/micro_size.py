@@ -14,21 +14,21 @@ from typing import NamedTuple
 
 from ortlaunch.errors import LaunchError, PlanError
 from ortlaunch.json_types import Json
-from ortlaunch.launch import backend
-from ortlaunch.launch.failure import End, explain_end
+from ortlaunch.launch import load_backend
+from ortlaunch.launch.failure import RunEnd, classify_run_end
 from ortlaunch.launch_plan import BatchPlan, Plan
 from ortlaunch.planning.make_plan import replan
 from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.recipe import Recipe
 from ortlaunch.resolve.prepare import write_run
-from ortlaunch.run_folder.folder import RunDir, read_json, write_json
-from ortlaunch.units import human
+from ortlaunch.run_folder.folder import RunDir, read_own_json, write_json_atomically
+from ortlaunch.units import human_bytes
 
 # Share of the available memory that a trial may use; two steps do not show the highest usage.
-MARGIN = 0.9
+MEMORY_MARGIN = 0.9
 
 
-class Try(NamedTuple):
+class SizeTrial(NamedTuple):
     """The trial of one size.
 
     It has the verdict, the used share of the available memory (None: it ran out of memory), and
@@ -36,7 +36,7 @@ class Try(NamedTuple):
     """
 
     size: int
-    fits: bool
+    fits_memory: bool
     share: float | None
     why: str
 
@@ -44,30 +44,32 @@ class Try(NamedTuple):
 class SearchStopped(LaunchError):
     """Raised when a signal of the user ended the search; nothing has begun, so nothing is lost."""
 
-    def __init__(self, end: End, run: RunDir, saves: bool) -> None:
-        again = saves and end.status != 128 + signal.SIGINT and not run.cancelled.exists()
-        super().__init__(end.last, EXIT_SAVED if again else end.status)
+    def __init__(self, end: RunEnd, run: RunDir, saves_checkpoints: bool) -> None:
+        can_start_again = (
+            saves_checkpoints and end.status != 128 + signal.SIGINT and not run.cancelled.exists()
+        )
+        super().__init__(end.last_output, EXIT_SAVED if can_start_again else end.status)
 
 
-def is_requested(recipe: Recipe) -> bool:
+def is_search_requested(recipe: Recipe) -> bool:
     """Whether the recipe requests a search for the size."""
     return recipe.batch.micro_size == "auto"
 
 
-def override(size: int) -> str:
+def micro_size_override(size: int) -> str:
     """Return the override that sets the size in the recipe."""
     return f"batch.micro_size={size}"
 
 
-def sizes(batch: BatchPlan) -> list[int]:
+def candidate_micro_sizes(batch: BatchPlan) -> list[int]:
     """Return the micro sizes with which accumulation keeps the global batch, ascending."""
-    most = batch.global_samples // batch.data_parallel_ranks
+    largest = batch.global_samples // batch.data_parallel_ranks
     # Divisors come in pairs: those up to the square root give all of them.
-    small = [size for size in range(1, math.isqrt(most) + 1) if most % size == 0]
-    return sorted({*small, *(most // size for size in small)})
+    small_divisors = [size for size in range(1, math.isqrt(largest) + 1) if largest % size == 0]
+    return sorted({*small_divisors, *(largest // size for size in small_divisors)})
 
 
-def refuse_inside() -> None:
+def refuse_search_in_rank() -> None:
     """Refuse the search in a rank of another launcher, which cannot start jobs of its own.
 
     Raises:
@@ -80,108 +82,137 @@ def refuse_inside() -> None:
     )
 
 
-def note(plan: Plan) -> list[str]:
+def unknown_size_lines(plan: Plan) -> list[str]:
     """Return the lines of `ortlaunch plan` on a size that is not known yet."""
-    found = sizes(plan.batch)
-    shown = ", ".join(map(str, found if len(found) <= 12 else [*found[:8], "...", found[-1]]))
+    candidates = candidate_micro_sizes(plan.batch)
+    shown_sizes = ", ".join(
+        map(str, candidates if len(candidates) <= 12 else [*candidates[:8], "...", candidates[-1]])
+    )
     lines = [
-        f"micro_size: auto: `train` determines it by trial runs, from {shown}; the plan above uses 1"
+        f"micro_size: auto: `train` determines it by trial runs, from {shown_sizes}; the plan above uses 1"
     ]
     if plan.memory:
         parts = dict(plan.memory.by_stage)[plan.memory.chosen]
-        lines.append(f"    each sample needs about {human(parts.activations)} of activations")
+        lines.append(f"    each sample needs about {human_bytes(parts.activations)} of activations")
     return lines
 
 
-def recorded_size(recipe: Recipe, batch: BatchPlan, run: RunDir) -> int | None:
+def recorded_micro_size(recipe: Recipe, batch: BatchPlan, run: RunDir) -> int | None:
     """Return the size that an earlier start in this folder found for the same batch and ranks."""
     if not run.micro_size.exists():
         return None
-    before = read_json(run.micro_size)
+    size_record = read_own_json(run.micro_size)
     # A size that was found for another batch or number of ranks may not fit here.
-    same = (
-        before["global_size"] == recipe.batch.global_size
-        and before["ranks"] == batch.data_parallel_ranks
+    is_same_batch = (
+        size_record["global_size"] == recipe.batch.global_size
+        and size_record["ranks"] == batch.data_parallel_ranks
     )
-    return int(before["found"]) if same and before["found"] in sizes(batch) else None
+    return (
+        int(size_record["found"])
+        if is_same_batch and size_record["found"] in candidate_micro_sizes(batch)
+        else None
+    )
 
 
-def find(recipe: Recipe, plan: Plan, run: RunDir) -> int:
+def search_largest_micro_size(recipe: Recipe, plan: Plan, run: RunDir) -> int:
     """Try sizes upward, then between the largest that fits and the smallest that does not.
 
     Raises:
         LaunchError: a trial failed for another reason than memory, or the smallest does not fit.
     """
-    choices = sizes(plan.batch)
-    tries = list[Try]()
+    candidates = candidate_micro_sizes(plan.batch)
+    trials = list[SizeTrial]()
     print(f"micro_size: auto: one trial run for each size; logs: {run.trials}", flush=True)
     # choices[fit] fits and choices[miss] does not; -1 and the length stand for none so far.
-    fit = -1
-    miss = len(choices)
-    place = 0
-    while miss - fit > 1:
-        done = _try(recipe, plan, run, choices[place])
-        tries.append(done)
+    largest_fitting_index = -1
+    smallest_failing_index = len(candidates)
+    candidate_index = 0
+    while smallest_failing_index - largest_fitting_index > 1:
+        trial = _run_trial(recipe, plan, run, candidates[candidate_index])
+        trials.append(trial)
         print(
-            f"  {done.size:>6}  {'fits' if done.fits else 'does not fit':13}{done.why}", flush=True
+            f"  {trial.size:>6}  {'fits' if trial.fits_memory else 'does not fit':13}{trial.why}",
+            flush=True,
         )
-        if done.fits:
-            fit = place
+        if trial.fits_memory:
+            largest_fitting_index = candidate_index
         else:
-            miss = place
-        place = _next(choices, fit, miss, done.share)
-    if fit < 0:
-        raise LaunchError(
-            f"batch.micro_size: auto: not even {choices[0]} sample per rank fits: {tries[-1].why}"
+            smallest_failing_index = candidate_index
+        candidate_index = _next_candidate_index(
+            candidates, largest_fitting_index, smallest_failing_index, trial.share
         )
-    found = choices[fit]
-    print(f"micro_size: {found}, determined by trial runs", flush=True)
-    _record(recipe, plan, run, found, tries)
-    return found
+    if largest_fitting_index < 0:
+        raise LaunchError(
+            f"batch.micro_size: auto: not even {candidates[0]} sample per rank fits: {trials[-1].why}"
+        )
+    found_size = candidates[largest_fitting_index]
+    print(f"micro_size: {found_size}, determined by trial runs", flush=True)
+    _write_search_record(recipe, plan, run, found_size, trials)
+    return found_size
 
 
-def _next(choices: list[int], fit: int, miss: int, share: float | None) -> int:
+def _next_candidate_index(
+    candidates: list[int],
+    largest_fitting_index: int,
+    smallest_failing_index: int,
+    used_memory_share: float | None,
+) -> int:
     """Return the index of the next size: double until one fails, then bisect."""
-    if fit >= 0 and miss == len(choices):
+    if largest_fitting_index >= 0 and smallest_failing_index == len(candidates):
         # Memory grows no faster than the batch, so that 8 times the size still fits here.
-        faster = 8 if share is not None and share < MARGIN / 16 else 2
-        return max(fit + 1, *(i for i, size in enumerate(choices) if size <= faster * choices[fit]))
-    return (fit + miss) // 2
+        growth = (
+            8 if used_memory_share is not None and used_memory_share < MEMORY_MARGIN / 16 else 2
+        )
+        return max(
+            largest_fitting_index + 1,
+            *(
+                i
+                for i, size in enumerate(candidates)
+                if size <= growth * candidates[largest_fitting_index]
+            ),
+        )
+    return (largest_fitting_index + smallest_failing_index) // 2
 
 
-def _record(recipe: Recipe, plan: Plan, run: RunDir, found: int, tries: list[Try]) -> None:
+def _write_search_record(
+    recipe: Recipe, plan: Plan, run: RunDir, found_size: int, trials: list[SizeTrial]
+) -> None:
     value = {
-        "found": found,
+        "found": found_size,
         "global_size": recipe.batch.global_size,
         "ranks": plan.batch.data_parallel_ranks,
-        "margin": MARGIN,
+        "margin": MEMORY_MARGIN,
     }
-    write_json(run.micro_size, {**value, "tries": [one._asdict() for one in tries]})
+    write_json_atomically(run.micro_size, {**value, "tries": [trial._asdict() for trial in trials]})
 
 
-def _try(recipe: Recipe, plan: Plan, run: RunDir, size: int) -> Try:
-    trial = run.trial_of(size)
-    log = run.trial_of(size).path / "output.txt"
-    launcher = backend(plan.launcher)
-    request = launcher.request(_write(recipe, plan, trial, size), trial)
+def _run_trial(recipe: Recipe, plan: Plan, run: RunDir, size: int) -> SizeTrial:
+    trial_folder = run.micro_size_trial_folder(size)
+    log = run.micro_size_trial_folder(size).path / "output.txt"
+    launcher = load_backend(plan.launcher)
+    request = launcher.request(_write_trial_folder(recipe, plan, trial_folder, size), trial_folder)
     # The output goes to a file: a trial has to fail at some size, and should not look like a
     # failed run.
     job = launcher.submit(request._replace(notice_ends=True), log)
-    end = explain_end(trial, launcher.wait(job), job.signal, job.ended_by, job.oom_kills)
+    end = classify_run_end(
+        trial_folder, launcher.wait(job), job.user_signal, job.foreign_signal, job.oom_kills
+    )
     # A signal of the user, not the memory, ended the trial.
-    if job.signal is not None:
+    if job.user_signal is not None:
         raise SearchStopped(end, run, plan.traits.saves)
     if end.status == 0:
-        return _judged(size, read_json(trial.trial))
+        return _judge_trial_memory(size, read_own_json(trial_folder.trial))
     if end.failure is None or not end.failure.may_be_memory:
         raise LaunchError(
             f"batch.micro_size: auto: the trial run of {size} failed, not because of memory:\n"
             f"{end.text}\nlog: {log}"
         )
-    return Try(size, False, None, " ".join((end.failure.detail or end.last).split())[:200])
+    return SizeTrial(
+        size, False, None, " ".join((end.failure.detail or end.last_output).split())[:200]
+    )
 
 
-def _write(recipe: Recipe, plan: Plan, trial: RunDir, size: int) -> Plan:
+def _write_trial_folder(recipe: Recipe, plan: Plan, trial_folder: RunDir, size: int) -> Plan:
     """Write a trial's folder: the run's recipe with this size, and return its plan."""
     # Two passes a step where the batch has as many: the second accumulates onto gradients.
     passes = min(2, plan.batch.global_samples // (size * plan.world_size))
@@ -189,16 +220,21 @@ def _write(recipe: Recipe, plan: Plan, trial: RunDir, size: int) -> Plan:
         update={"micro_size": size, "global_size": size * passes * plan.world_size}
     )
     data = recipe.data.model_copy(update={"evaluation": None})
-    small = recipe.model_copy(update={"batch": batch, "data": data})
-    tried = replace(replan(small, plan), task="try")
-    write_run(trial, small, tried)
-    return tried
+    trial_recipe = recipe.model_copy(update={"batch": batch, "data": data})
+    trial_plan = replace(replan(trial_recipe, plan), task="try")
+    write_run(trial_folder, trial_recipe, trial_plan)
+    return trial_plan
 
 
-def _judged(size: int, said: Json) -> Try:
-    limit = f"{said['limit']} ({human(said['limit_bytes'])})"
-    taken = (
-        f"takes {human(said['taken'])} of {human(said['free'])} "
-        f"that {limit} left to rank {said['rank']}"
+def _judge_trial_memory(size: int, trial_record: Json) -> SizeTrial:
+    limit = f"{trial_record['limit']} ({human_bytes(trial_record['limit_bytes'])})"
+    usage_text = (
+        f"takes {human_bytes(trial_record['taken'])} of {human_bytes(trial_record['free'])} "
+        f"that {limit} left to rank {trial_record['rank']}"
     )
-    return Try(size, said["share"] <= MARGIN, said["share"], f"{taken}: {said['share']:.0%}")
+    return SizeTrial(
+        size,
+        trial_record["share"] <= MEMORY_MARGIN,
+        trial_record["share"],
+        f"{usage_text}: {trial_record['share']:.0%}",
+    )

@@ -21,11 +21,13 @@ from ortlaunch.resolve.prepare import check_folder, check_launcher, earlier
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.resolve.resume import Beginning, ResumeOptions
 from ortlaunch.run import choices
-from ortlaunch.run.finished import nothing_left, with_next
+from ortlaunch.run.finished import append_continuing_command, finished_message_if_readable
 from ortlaunch.run_folder.folder import RunDir
 
 
-def run_folder(chosen: Path | None, resolved: ResolvedRun, environ: Mapping[str, str]) -> RunDir:
+def new_or_requested_run_folder(
+    requested_folder: Path | None, resolved: ResolvedRun, environ: Mapping[str, str]
+) -> RunDir:
     """Return the folder of a new run: `--run-dir`, else runs/<name>-<timestamp>.
 
     Ranks of one launcher get the same folder.
@@ -35,13 +37,13 @@ def run_folder(chosen: Path | None, resolved: ResolvedRun, environ: Mapping[str,
     """
     name = resolved.file.recipe.name
     rank = resolved.world.inside
-    whole = os.path.abspath(chosen or ".")
-    if found := re.search(r"[\x00-\x1f\x7f-\x9f]", whole):
+    absolute_path = os.path.abspath(requested_folder or ".")
+    if control_character := re.search(r"[\x00-\x1f\x7f-\x9f]", absolute_path):
         raise PlanError(
-            f"--run-dir: {whole!r} has the control character {found[0]!r}; give a path without it"
+            f"--run-dir: {absolute_path!r} has the control character {control_character[0]!r}; give a path without it"
         )
-    if chosen is not None:
-        return RunDir(chosen)
+    if requested_folder is not None:
+        return RunDir(requested_folder)
     if rank is None or rank.world_size == 1:
         # Each rank runs this function at another second, so a time is no common name.
         return RunDir(Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -74,29 +76,29 @@ def launch_id(rank: Rank, environ: Mapping[str, str]) -> str | None:
     return None
 
 
-def mark_of(run: RunDir, rank: Rank) -> Path:
+def ready_mark_path(run: RunDir, rank: Rank) -> Path:
     """Return the file with which rank 0 marks the folder as prepared for this launch."""
     return run.ready / (launch_id(rank, os.environ) or "launch")
 
 
-def unclaimed(run: RunDir, chosen: Path | None) -> RunDir:
+def folder_for_checks(run: RunDir, requested_folder: Path | None) -> RunDir:
     """Return the folder of the checks before `claimed`: of a new run, one that does not exist."""
     # Another start in this second may have the folder by now.
-    return run if chosen is not None else RunDir(Path(f"{run}-{os.getpid()}"))
+    return run if requested_folder is not None else RunDir(Path(f"{run}-{os.getpid()}"))
 
 
-def claimed(run: RunDir) -> RunDir:
+def claim_run_folder(run: RunDir) -> RunDir:
     """Create the folder for this run alone."""
     # Runs that start in the same second must not share one: mkdir succeeds for one of them.
-    for path in (run.path, *(Path(f"{run}-{number}") for number in range(2, 1000))):
+    for path in (run.path, *(Path(f"{run}-{suffix}") for suffix in range(2, 1000))):
         with contextlib.suppress(FileExistsError):
             path.mkdir(parents=True)
             return RunDir(path)
     raise LaunchError(f"a thousand folders exist named {run}-*")
 
 
-def check(
-    resolved: ResolvedRun, run: RunDir, options: ResumeOptions
+def check_run_can_start(
+    resolved: ResolvedRun, run: RunDir, resume_options: ResumeOptions
 ) -> tuple[ResolvedRun, Beginning, str | None]:
     """Check that the run can start; write nothing and make no plan.
 
@@ -107,24 +109,36 @@ def check(
     Raises:
         InputError, PlanError, MissingDependency: the run cannot start; the message has the remedy.
     """
-    done = finished(resolved, run, options)
-    resolved = choices.with_recorded_choices(resolved, run)
+    finished_text = finished_message(resolved, run, resume_options)
+    resolved = choices.apply_recorded_choices(resolved, run)
     doctor.require(resolved.file.recipe, resolved.world)
     check_launcher(resolved.world, run)
-    before = earlier(run, resolved)
-    lines = check_folder(run, before, resolved)
-    return resolved, resume.beginning(run, resolved, before, options).after(lines), done
+    earlier_run = earlier(run, resolved)
+    lines = check_folder(run, earlier_run, resolved)
+    return (
+        resolved,
+        resume.beginning(run, resolved, earlier_run, resume_options).after(lines),
+        finished_text,
+    )
 
 
-def finished(resolved: ResolvedRun, run: RunDir, options: ResumeOptions) -> str | None:
+def finished_message(
+    resolved: ResolvedRun, run: RunDir, resume_options: ResumeOptions
+) -> str | None:
     """Return the lines to print if no step is left to train; None if the ranks have to run."""
-    done = None if options.begins_earlier else nothing_left(resolved.file.recipe, run)
-    return done and with_next(done, resolved.typed, resolved.file.recipe, run)
+    finished_text = (
+        None
+        if resume_options.begins_earlier
+        else finished_message_if_readable(resolved.file.recipe, run)
+    )
+    return finished_text and append_continuing_command(
+        finished_text, resolved.typed, resolved.file.recipe, run
+    )
 
 
-def record_finished(run: RunDir) -> None:
+def record_success(run: RunDir) -> None:
     """Record that the run is complete."""
     job = JobRecord.read(run)
     # The earlier command was killed after the last step: job.json has it running, or failed.
     if job is not None and job.backend in LAUNCHERS and job.state is not JobState.SUCCEEDED:
-        job.at_end(JobState.SUCCEEDED, 0, f"done: {run}").write(run)
+        job.ended_record(JobState.SUCCEEDED, 0, f"done: {run}").write(run)

@@ -13,12 +13,12 @@ from ortlaunch.planning.describe import describe
 from ortlaunch.resolve.prepare import request_of
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.resolve.resume import ResumeOptions
-from ortlaunch.run.preparation import check
-from ortlaunch.run_folder.folder import RunDir, read_json
+from ortlaunch.run.preparation import check_run_can_start
+from ortlaunch.run_folder.folder import RunDir, read_own_json
 
 
-def before_start(
-    resolved: ResolvedRun, run: RunDir, options: ResumeOptions
+def preview_start(
+    resolved: ResolvedRun, run: RunDir, resume_options: ResumeOptions
 ) -> tuple[list[str], str]:
     """Return the lines that `train` prints before its start, and the command that would run.
 
@@ -27,38 +27,40 @@ def before_start(
     Raises:
         InputError, PlanError, MissingDependency: `train` would refuse the run.
     """
-    options = options.checked()
-    resolved, beginning, done = check(resolved, run, options)
-    resolved = preview(resolved)
+    resume_options = resume_options.checked()
+    resolved, beginning, finished_text = check_run_can_start(resolved, run, resume_options)
+    resolved = choose_engine_without_measuring(resolved)
     command = str(request_of(resolved.plan, run))
     # The nearest folder that exists; the folders below it would be created in it.
-    above = next(
+    existing_parent = next(
         path for path in (run.path.absolute(), *run.path.absolute().parents) if path.exists()
     )
     # A preview creates no folder, so the permission to create it is checked here.
-    if not os.access(above, os.W_OK | os.X_OK):
+    if not os.access(existing_parent, os.W_OK | os.X_OK):
         raise PlanError(
-            f"{run}: cannot be created: no permission to write to {above}; give another --run-dir"
+            f"{run}: cannot be created: no permission to write to {existing_parent}; give another --run-dir"
         )
     lines = [
         *beginning.lines,
-        *([done] if done else []),
+        *([finished_text] if finished_text else []),
         *resolved.notes,
         describe(resolved.plan, resolved.file.recipe),
-        *_lengths(run),
+        *_recorded_step_counts(run),
     ]
     return lines, command
 
 
-def _lengths(run: RunDir) -> list[str]:
+def _recorded_step_counts(run: RunDir) -> list[str]:
     """Return the steps that lengths in epochs came to, where the run began before."""
     if not run.steps.exists():
         return []
-    found = (f"{name.replace('_', ' ')} {value}" for name, value in read_json(run.steps).items())
-    return [f"as this run began ({run.steps.name}): {', '.join(found)}"]
+    length_texts = (
+        f"{name.replace('_', ' ')} {value}" for name, value in read_own_json(run.steps).items()
+    )
+    return [f"as this run began ({run.steps.name}): {', '.join(length_texts)}"]
 
 
-def preview(resolved: ResolvedRun) -> ResolvedRun:
+def choose_engine_without_measuring(resolved: ResolvedRun) -> ResolvedRun:
     """Return the run with the engine that `auto` would choose now, without measuring."""
     if resolved.file.recipe.engine.name != "auto":
         return resolved
@@ -67,10 +69,10 @@ def preview(resolved: ResolvedRun) -> ResolvedRun:
     return auto.preview(resolved)
 
 
-def size_notes(resolved: ResolvedRun) -> list[str]:
+def unknown_micro_size_notes(resolved: ResolvedRun) -> list[str]:
     """Return notes on a micro size that is not known yet."""
     if resolved.file.recipe.batch.micro_size != "auto":
         return []
     from ortlaunch.run import micro_size
 
-    return micro_size.note(resolved.plan)
+    return micro_size.unknown_size_lines(resolved.plan)

@@ -8,13 +8,13 @@ from __future__ import annotations
 import signal
 
 from ortlaunch.cause import Cause, Failure
-from ortlaunch.units import shortened
+from ortlaunch.units import shorten_line
 
 # Prefixes of the lines that a command prints at its end.
-OURS = "ortlaunch: "
-VERDICT = "verdict: "
-TRY = "try: "
-CONTINUE = "to continue: "
+COMMAND_PREFIX = "ortlaunch: "
+VERDICT_PREFIX = "verdict: "
+ADVICE_PREFIX = "try: "
+CONTINUE_PREFIX = "to continue: "
 # For ends without a rank's own error record; the command prints these itself.
 _SENTENCES = {
     Cause.LAUNCHER_FAILED: (
@@ -63,29 +63,29 @@ _VERDICTS = {
     Cause.LOST_PEERS: "ranks lost their connections, and no rank recorded a cause: {detail}",
 }
 # The usual source of each signal when no other process sent it.
-_CRASHES = {
+_CRASH_MEANINGS = {
     signal.SIGSEGV: "invalid memory access",
     signal.SIGABRT: "an assertion or an uncaught C++ exception",
     signal.SIGBUS: "a mapped file was truncated, or memory is faulty",
     signal.SIGILL: "an instruction that this processor lacks",
     signal.SIGFPE: "an arithmetic error",
 }
-CRASHES = tuple(_CRASHES)
+CRASH_SIGNALS = tuple(_CRASH_MEANINGS)
 """Signals of a crash in native code."""
-_OUTSIDE = (
+_OUTSIDE_SIGNAL_ADVICE = (
     (
         "find the sender of the signal (a person, a scheduler's limit, a watchdog) in the "
         "scheduler's log and dmesg"
     ),
 )
 # A stopped run continues from its newest checkpoint when it gets its own folder again.
-_AGAIN = ("start the same command with --run-dir to continue",)
-_NUMBERS = (("check these samples"), "a lower optimizer.learning_rate, a warm-up (schedule.warmup_steps), "
+_CONTINUE_ADVICE = ("start the same command with --run-dir to continue",)
+_BAD_NUMBERS_ADVICE = (("check these samples"), "a lower optimizer.learning_rate, a warm-up (schedule.warmup_steps), "
             "stronger clipping (train.max_grad_norm)")  # fmt: skip
-_ROLLBACK = "train.on_nonfinite: rollback leaves such a batch out, and training continues"
+_ROLLBACK_ADVICE = "train.on_nonfinite: rollback leaves such a batch out, and training continues"
 _ADVICE: dict[Cause, tuple[str, ...]] = {
     Cause.RUNNING: ("ortlaunch status RUN shows its progress",),
-    Cause.STOPPED: _AGAIN,
+    Cause.STOPPED: _CONTINUE_ADVICE,
     Cause.HANG: (
         (
             "a rank that is stopped (SIGSTOP, a debugger) or waits for a disk or network "
@@ -103,11 +103,14 @@ _ADVICE: dict[Cause, tuple[str, ...]] = {
     Cause.DISK_FULL: (
         "free disk space (df -h; checkpoints and the cache use most)",
         "set checkpoint.keep lower",
-        *_AGAIN,
+        *_CONTINUE_ADVICE,
     ),
-    Cause.LOSS_SPIKE: (*_NUMBERS, "train.on_spike: {action: rollback} leaves such a batch out"),
-    Cause.NOT_FINITE: (*_NUMBERS, _ROLLBACK),
-    Cause.LOSS_SCALE_COLLAPSE: ("precision: bf16", _NUMBERS[1], _ROLLBACK),
+    Cause.LOSS_SPIKE: (
+        *_BAD_NUMBERS_ADVICE,
+        "train.on_spike: {action: rollback} leaves such a batch out",
+    ),
+    Cause.NOT_FINITE: (*_BAD_NUMBERS_ADVICE, _ROLLBACK_ADVICE),
+    Cause.LOSS_SCALE_COLLAPSE: ("precision: bf16", _BAD_NUMBERS_ADVICE[1], _ROLLBACK_ADVICE),
     Cause.PORT_TAKEN: (
         (
             "ss -ltnp shows the process; set another MASTER_PORT, in the shell or launch.env, "
@@ -145,13 +148,16 @@ _ADVICE: dict[Cause, tuple[str, ...]] = {
         "find the sender of the signal (a person, a scheduler, a watchdog) in dmesg or the "
         "scheduler's log",
     ),
-    Cause.SIGNALLED: _OUTSIDE,
+    Cause.SIGNALLED: _OUTSIDE_SIGNAL_ADVICE,
     Cause.LEFT_EARLY: ("look for sys.exit and os._exit in the user's own code",),
     Cause.RAISED: ("the whole traceback is in its log",),
-    Cause.COMMAND_KILLED: (*_OUTSIDE, "restart it with --run-dir"),
-    Cause.LAUNCHER_KILLED: _OUTSIDE,
+    Cause.COMMAND_KILLED: (*_OUTSIDE_SIGNAL_ADVICE, "restart it with --run-dir"),
+    Cause.LAUNCHER_KILLED: _OUTSIDE_SIGNAL_ADVICE,
     Cause.LAUNCHER_FAILED: ("its traceback is above its last line",),
-    Cause.RANK_VANISHED: ("check dmesg on that host: it may have been out of memory", *_OUTSIDE),
+    Cause.RANK_VANISHED: (
+        "check dmesg on that host: it may have been out of memory",
+        *_OUTSIDE_SIGNAL_ADVICE,
+    ),
     Cause.NEVER_BEGAN: (
         (
             "the launcher's messages are above its last line; `ortlaunch doctor` checks the "
@@ -162,46 +168,46 @@ _ADVICE: dict[Cause, tuple[str, ...]] = {
 }
 
 
-def sentence(failure: Failure) -> str:
+def command_end_sentence(failure: Failure) -> str:
     """Return the line that a command prints at an end for which no rank recorded a failure."""
-    return _filled(_SENTENCES.get(failure.cause, "{detail}"), failure)
+    return _fill_template(_SENTENCES.get(failure.cause, "{detail}"), failure)
 
 
-def verdict(failure: Failure) -> str:
+def diagnosis_verdict(failure: Failure) -> str:
     """Return the verdict of a diagnosis, one line."""
     # `kind` is OUT_OF_MEMORY also for a process that the kernel ended for memory.
-    if failure.kind is Cause.OUT_OF_MEMORY:
-        return _of_memory(failure)
+    if failure.memory_aware_cause is Cause.OUT_OF_MEMORY:
+        return _out_of_memory_verdict(failure)
     if failure.cause in (Cause.CRASH, Cause.GRAPH_CRASH) and failure.signal is not None:
         line = f": {failure.detail}" if failure.detail else ""
-        meaning = _CRASHES.get(signal.Signals(failure.signal), "")
-        what = "native code" if failure.cause is Cause.CRASH else "ONNX Runtime's graph"
-        return f"{failure.place} crashed in {what} ({_name(failure)}, {meaning}){line}"
+        meaning = _CRASH_MEANINGS.get(signal.Signals(failure.signal), "")
+        crashed_code = "native code" if failure.cause is Cause.CRASH else "ONNX Runtime's graph"
+        return f"{failure.rank_and_host} crashed in {crashed_code} ({_signal_name(failure)}, {meaning}){line}"
     # Without a rank the command's own sentence is the verdict.
     if failure.rank is None and failure.cause in (*_SENTENCES, Cause.STOPPED):
-        return sentence(failure)
-    return _filled(_VERDICTS.get(failure.cause, "{detail}"), failure)
+        return command_end_sentence(failure)
+    return _fill_template(_VERDICTS.get(failure.cause, "{detail}"), failure)
 
 
-def advice(failure: Failure) -> tuple[str, ...]:
+def advice_for_failure(failure: Failure) -> tuple[str, ...]:
     """Return suggestions for a failure, possibly none."""
-    return _ADVICE.get(failure.kind, ())
+    return _ADVICE.get(failure.memory_aware_cause, ())
 
 
-def _of_memory(failure: Failure) -> str:
+def _out_of_memory_verdict(failure: Failure) -> str:
     # The kernel's out-of-memory killer always uses SIGKILL.
     if failure.signal == signal.SIGKILL and failure.rank is not None:
-        return f"out of memory: the kernel ended {failure.place} (SIGKILL)"
+        return f"out of memory: the kernel ended {failure.rank_and_host} (SIGKILL)"
     if failure.memory_kills:
         kills = failure.memory_kills
         return (
             f"out of memory: the kernel's out-of-memory killer ended {kills} of this "
             "run's processes"
         )
-    return f"out of memory: {failure.place} could not allocate: {failure.detail}"
+    return f"out of memory: {failure.rank_and_host} could not allocate: {failure.detail}"
 
 
-def kernel_kills(failure: Failure) -> str:
+def kernel_kills_clause(failure: Failure) -> str:
     """Return the kernel's count of out-of-memory kills as a clause of a sentence, else ""."""
     # None: the control group could not be read, so a kill is only a guess.
     if failure.memory_kills is None and failure.cause is Cause.RANK_VANISHED:
@@ -214,7 +220,7 @@ def kernel_kills(failure: Failure) -> str:
     )
 
 
-def _filled(template: str, failure: Failure) -> str:
+def _fill_template(template: str, failure: Failure) -> str:
     absent = "no rank recorded a cause"
     if failure.who:
         absent = (
@@ -223,19 +229,19 @@ def _filled(template: str, failure: Failure) -> str:
             else f"no rank started ({failure.who})"
         )
     return template.format(
-        place=failure.place,
+        place=failure.rank_and_host,
         # A verdict is one line, whatever a library printed.
-        detail=shortened(failure.detail, 400),
+        detail=shorten_line(failure.detail, 400),
         at=f", at {failure.raised_at}" if failure.raised_at else "",
         who=failure.who,
-        name=_name(failure),
+        name=_signal_name(failure),
         status=failure.status,
-        memory=kernel_kills(failure),
+        memory=kernel_kills_clause(failure),
         launcher=f" or to {failure.detail}" if failure.detail else "",
         absent=absent,
     )
 
 
-def _name(failure: Failure) -> str:
+def _signal_name(failure: Failure) -> str:
     """Return the name of the failure's signal; "" if there is none."""
     return signal.Signals(failure.signal).name if failure.signal else ""

@@ -41,9 +41,9 @@ class DeviceFolder:
         """Whether the folder has a tokenizer, so the data are texts."""
         return (self.path / "tokenizer_config.json").exists()
 
-    def missing(self) -> list[str]:
+    def missing_files(self) -> list[str]:
         """Return the names of required files that are absent."""
 
         # evaluation.json is not required: only `ortlaunch device evaluate` writes it.
-        wanted = (self.training, self.eval, self.optimizer, self.description, self.recipe)
-        return [path.name for path in wanted if not path.exists()]
+        required_paths = (self.training, self.eval, self.optimizer, self.description, self.recipe)
+        return [path.name for path in required_paths if not path.exists()]

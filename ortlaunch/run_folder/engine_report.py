@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ortlaunch.run_folder.records import as_json
-from ortlaunch.units import shortened
+from ortlaunch.units import shorten_line
 
 # Fields written as {} instead of null, so that readers can look keys up without a check.
 EMPTY = ("onnxruntime",)
@@ -33,7 +33,7 @@ class MeasuredEngine:
     first_step_seconds: float | None = None
     """Seconds from the launch to the end of the first step, compilation or export included."""
 
-    def seconds_of(self, steps: int | None, quantile: str) -> float:
+    def run_seconds(self, steps: int | None, quantile: str) -> float:
         """Return the seconds of a run; of one step if its length is unknown.
 
         Args:
@@ -64,12 +64,15 @@ class Choice:
     """Digest of everything that affects speed; the decision is cached under it."""
 
     @classmethod
-    def of(cls, found: Mapping[str, Any]) -> Choice:
+    def from_record(cls, choice_record: Mapping[str, Any]) -> Choice:
         """Return the decision from the contents of choice.json."""
         # The last two fields are absent if their values were None.
-        measured = {name: MeasuredEngine(**each) for name, each in found["measured"].items()}
-        named = (found["asked"], found["chosen"], found["why"], measured)
-        return cls(*named, found.get("bench"), found.get("key"))
+        measured = {
+            name: MeasuredEngine(**engine_record)
+            for name, engine_record in choice_record["measured"].items()
+        }
+        named = (choice_record["asked"], choice_record["chosen"], choice_record["why"], measured)
+        return cls(*named, choice_record.get("bench"), choice_record.get("key"))
 
 
 @dataclass
@@ -99,7 +102,7 @@ class EngineChoice:
     def fallback(self) -> str | None:
         """A line on the engine that replaced the requested one, with its reason; None without one."""
         line = f"asked for {self.asked}, fell back to {self.used}: {self.fallback_reason}"
-        return shortened(line, 400) if self.fallback_reason else None
+        return shorten_line(line, 400) if self.fallback_reason else None
 
 
 @dataclass

@@ -15,27 +15,30 @@ from typing import IO
 # Bytes a read.
 _BLOCK = 1 << 22
 # Keys: bytes, crc32.
-File = dict[str, int]
+SizeAndChecksum = dict[str, int]
 # Errors of a file that is absent.
 ABSENT = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 
 
-def files_below(folder: Path) -> list[Path]:
+def list_files_below(folder: Path) -> list[Path]:
     """Return all files in a folder and in the folders below it, in order."""
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-def flushed(folder: Path, names: Sequence[str]) -> dict[str, File]:
+def flush_and_checksum_files(folder: Path, names: Sequence[str]) -> dict[str, SizeAndChecksum]:
     """Flush some of the files to the disk; return their sizes and checksums."""
-    found = {}
+    sums_by_name = {}
     for name in names:
         with open(folder / name, "rb") as file:
             os.fsync(file.fileno())
-            found[name] = {"bytes": os.fstat(file.fileno()).st_size, "crc32": sum_up(file)}
-    return found
+            sums_by_name[name] = {
+                "bytes": os.fstat(file.fileno()).st_size,
+                "crc32": checksum_of_open_file(file),
+            }
+    return sums_by_name
 
 
-def sum_of_blocks(blocks: Iterable[bytes | memoryview]) -> int:
+def checksum_of_blocks(blocks: Iterable[bytes | memoryview]) -> int:
     """Return the CRC-32 of blocks in a row."""
     total = 0
     for block in blocks:
@@ -43,28 +46,28 @@ def sum_of_blocks(blocks: Iterable[bytes | memoryview]) -> int:
     return total
 
 
-def sum_up(file: IO[bytes]) -> int:
+def checksum_of_open_file(file: IO[bytes]) -> int:
     """Return the CRC-32 of an open file, from its position on."""
-    return sum_of_blocks(iter(lambda: file.read(_BLOCK), b""))
+    return checksum_of_blocks(iter(lambda: file.read(_BLOCK), b""))
 
 
-def sum_of(path: Path) -> int:
+def checksum_of_file(path: Path) -> int:
     """Return the CRC-32 of a file."""
     with open(path, "rb") as file:
-        return sum_up(file)
+        return checksum_of_open_file(file)
 
 
-def difference(path: Path, file: File) -> str:
+def difference_from_record(path: Path, size_and_checksum: SizeAndChecksum) -> str:
     """Return how a file differs from what was written; "" if it does not."""
     try:
         with open(path, "rb") as opened:
             size = os.fstat(opened.fileno()).st_size
             # The size first: a cut file is found without reading it.
-            if size != file["bytes"]:
-                return f"{path.name} has {size:,} bytes of {file['bytes']:,}"
+            if size != size_and_checksum["bytes"]:
+                return f"{path.name} has {size:,} bytes of {size_and_checksum['bytes']:,}"
             return (
                 ""
-                if sum_up(opened) == file["crc32"]
+                if checksum_of_open_file(opened) == size_and_checksum["crc32"]
                 else f"{path.name} differs from the file that was saved"
             )
     except ABSENT as error:

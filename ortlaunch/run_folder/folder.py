@@ -29,17 +29,17 @@ PROGRESS_VARIABLE = "ORTLAUNCH_PROGRESS"
 _FULL_BYTES = 1 << 20  # a disk with less free space counts as full
 # Bytes of a line of `accounts` and `ended_ranks`: 7 digits and a newline. All lines have this length, so that the
 # number of lines follows from the size of the file.
-COUNTED_BYTES = 8
+RANK_LINE_BYTES = 8
 _STEP = re.compile(r"step_(\d+)")
-# Names of the temporary files of `write_text`.
+# Names of the temporary files of `write_text_atomically`.
 _TEMPORARY = re.compile(r"\..+\.\d+-[0-9a-f]{8}")
 
 # Files whose contents are of one start of the ranks, and the folder for those of an earlier one.
-_OF_A_START = ("errors", "ended_ranks")
-_LATE = "attempts/late"
+_FILES_OF_ONE_START = ("errors", "ended_ranks")
+_LATE_FOLDER = "attempts/late"
 
 
-class _File:
+class _FileRow:
     """A row of the table: a file or folder, its writer, its contents, and their record class."""
 
     def __init__(self, name: str, writer: str, contents: str, record: str = "") -> None:
@@ -50,149 +50,159 @@ class _File:
 
     # A descriptor: `run.plan` is the path in the folder of that run.
     def __get__(self, run: RunDir, _: type[RunDir]) -> Path:
-        if self.name.startswith(_OF_A_START) and run.is_superseded:
-            return run.path / _LATE / self.name
+        if self.name.startswith(_FILES_OF_ONE_START) and run.is_superseded:
+            return run.path / _LATE_FOLDER / self.name
         return run.path / self.name
 
 
 class RunDir:
     """The folder of one run, the only channel between the control side and the worker."""
 
-    recipe = _File("recipe.yaml", "command", "the resolved recipe")
-    plan = _File("plan.json", "command", "hosts, ranks, batch and memory", "Plan")
-    deepspeed = _File("deepspeed.json", "command", "DeepSpeed's configuration")
-    environment = _File("environment.json", "command", "host, versions of packages, variables")
-    request = _File("request.sh", "command", "command and files sent to the launcher")
-    commands = _File("commands.jsonl", "command", "each start's command line and commit")
-    modules = _File("modules", "rank 0", "the user's code")
-    vocabulary = _File(
+    recipe = _FileRow("recipe.yaml", "command", "the resolved recipe")
+    plan = _FileRow("plan.json", "command", "hosts, ranks, batch and memory", "Plan")
+    deepspeed = _FileRow("deepspeed.json", "command", "DeepSpeed's configuration")
+    environment = _FileRow("environment.json", "command", "host, versions of packages, variables")
+    request = _FileRow("request.sh", "command", "command and files sent to the launcher")
+    commands = _FileRow("commands.jsonl", "command", "each start's command line and commit")
+    modules = _FileRow("modules", "rank 0", "the user's code")
+    vocabulary = _FileRow(
         "vocabulary.json",
         "rank 0",
         "names of the class numbers, and how the tokenizer was trained",
         "VocabularyRecord",
     )
-    tokenizer = _File("tokenizer", "rank 0", "the tokenizer that the weights are trained with")
-    hostfile = _File("hostfile", "command", "hosts and slots, for mpirun")
+    tokenizer = _FileRow("tokenizer", "rank 0", "the tokenizer that the weights are trained with")
+    hostfile = _FileRow("hostfile", "command", "hosts and slots, for mpirun")
     # Three ways for ranks to meet: a file on one host, torchrun's agents, or rank 0's address.
-    store = _File("store", "command", "a file by which the ranks of one host connect")
-    rendezvous = _File("rendezvous", "command", "the file by which torchrun's agents connect")
-    meeting = _File("meeting", "command", "address of rank 0, for ranks of several hosts")
-    agents = _File("agents.json", "command", "command that ssh starts on each host, with torchrun")
-    launcher_error = _File("launcher_error.json", "torchrun", "error of torchrun itself")
-    submitted = _File("submitted.yaml", "command", "recipe of a queued run")
-    job_script = _File("job.sh", "command", "batch script of a queued run")
-    manifest = _File("job.yaml", "command", "manifest of a queued run")
-    output = _File("output.txt", "command", "the output of a run that was started from Python")
-    logs = _File(
+    store = _FileRow("store", "command", "a file by which the ranks of one host connect")
+    rendezvous = _FileRow("rendezvous", "command", "the file by which torchrun's agents connect")
+    meeting = _FileRow("meeting", "command", "address of rank 0, for ranks of several hosts")
+    agents = _FileRow(
+        "agents.json", "command", "command that ssh starts on each host, with torchrun"
+    )
+    launcher_error = _FileRow("launcher_error.json", "torchrun", "error of torchrun itself")
+    submitted = _FileRow("submitted.yaml", "command", "recipe of a queued run")
+    job_script = _FileRow("job.sh", "command", "batch script of a queued run")
+    manifest = _FileRow("job.yaml", "command", "manifest of a queued run")
+    output = _FileRow("output.txt", "command", "the output of a run that was started from Python")
+    logs = _FileRow(
         "logs", "supervisors", "`rank_00003.{out,err}` of each rank; `slurm-12.out` of a queued run"
     )
-    errors = _File("errors", "supervisors", "`rank_00003.json` of failed ranks; `stacks_00003.txt`")
-    flight_recorder = _File(
+    errors = _FileRow(
+        "errors", "supervisors", "`rank_00003.json` of failed ranks; `stacks_00003.txt`"
+    )
+    flight_recorder = _FileRow(
         "errors/nccl_trace_rank_", "NCCL", "NCCL's flight recorder; the rank's number is added"
     )
-    failure_printed = _File(
+    failure_printed = _FileRow(
         "errors/printed", "supervisors", "empty: a rank has printed the failure"
     )
-    stall = _File("errors/stall.json", "supervisors", "a stall: its ranks, since when")
-    lost = _File("errors/lost.json", "supervisors", "a host that was lost")
-    accounts = _File(
+    stall = _FileRow("errors/stall.json", "supervisors", "a stall: its ranks, since when")
+    lost = _FileRow("errors/lost.json", "supervisors", "a host that was lost")
+    accounts = _FileRow(
         "errors/accounts", "supervisors", "the rank of each error record, in the order of time"
     )
-    ended_ranks = _File("ended_ranks", "supervisors", "the ranks of this start that have ended")
-    slow_ranks = _File(
+    ended_ranks = _FileRow("ended_ranks", "supervisors", "the ranks of this start that have ended")
+    slow_ranks = _FileRow(
         "slow_ranks.jsonl", "supervisors", "slow ranks that delay the others, each once"
     )
-    attempts = _File(
+    attempts = _FileRow(
         "attempts",
         "command",
         "`1/{logs,errors}` of a failed start, moved here by the next one; `late/errors` of "
         "processes that came back after it",
     )
-    ready = _File(
+    ready = _FileRow(
         "ready", "rank 0", "marks of prepared starts, if the user's own launcher starts the ranks"
     )
-    fabric = _File("fabric.json", "rank 0", "measurements of the ranks of `ortlaunch selftest`")
-    requests = _File("requests", "other commands", "requests of other commands")
-    stop_request = _File(
+    fabric = _FileRow("fabric.json", "rank 0", "measurements of the ranks of `ortlaunch selftest`")
+    requests = _FileRow("requests", "other commands", "requests of other commands")
+    stop_request = _FileRow(
         "requests/stop.json", "any command", "request to save and stop, with its sender"
     )
-    restart_request = _File(
+    restart_request = _FileRow(
         "requests/restart.json", "other commands", "request to start again after a stop"
     )
-    requeue_request = _File("requests/requeue", "command", "request to queue the job again")
-    save_request = _File("requests/save.json", "other commands", "request to save")
-    cancelled = _File("requests/cancel", "other commands", "empty: request to end without saving")
-    stopped = _File("stopped.json", "rank 0", "result of a stop", "Stopped")
-    lock = _File("lock", "command", "held while the run lives")
-    job = _File("job.json", "command", "state, verdict and cause; failed starts")
-    metrics = _File(
+    requeue_request = _FileRow("requests/requeue", "command", "request to queue the job again")
+    save_request = _FileRow("requests/save.json", "other commands", "request to save")
+    cancelled = _FileRow(
+        "requests/cancel", "other commands", "empty: request to end without saving"
+    )
+    stopped = _FileRow("stopped.json", "rank 0", "result of a stop", "Stopped")
+    lock = _FileRow("lock", "command", "held while the run lives")
+    job = _FileRow("job.json", "command", "state, verdict and cause; failed starts")
+    metrics = _FileRow(
         "metrics.jsonl", "rank 0", "a line for each logged step and each evaluation", "MetricsLine"
     )
-    steps = _File(
+    steps = _FileRow(
         "steps.json", "rank 0", "training and intervals that the recipe gives in epochs, as steps"
     )
-    bad_steps = _File("bad_steps.jsonl", "rank 0", "steps with bad losses or gradients", "BadStep")
-    summary = _File("summary.json", "rank 0", "the end of the training", "Summary")
-    parity = _File(
+    bad_steps = _FileRow(
+        "bad_steps.jsonl", "rank 0", "steps with bad losses or gradients", "BadStep"
+    )
+    summary = _FileRow("summary.json", "rank 0", "the end of the training", "Summary")
+    parity = _FileRow(
         "parity.jsonl", "rank 0", "steps that were compared with plain PyTorch", "ParityLine"
     )
-    engine = _File(
+    engine = _FileRow(
         "engine.json", "rank 0", "engine, sharding and optimizer that run", "EngineReport"
     )
-    profile = _File(
+    profile = _FileRow(
         "profile.json", "rank 0", "where the time of a step goes (log.profile_steps)", "Profile"
     )
-    confusion = _File(
+    confusion = _FileRow(
         "confusion.json",
         "rank 0",
         "samples of the last evaluation by class and predicted class",
         "Confusion",
     )
-    trace = _File("trace.json.gz", "rank 0", "the profiled steps, for Perfetto or chrome://tracing")
-    memory = _File("memory.json", "rank 0", "memory, planned and measured", "MemoryReport")
-    micro_size = _File("micro_size.json", "command", "the size that `micro_size: auto` found")
-    trials = _File("micro_size", "command", "`8/`: a trial run of `micro_size: auto`")
-    trial = _File("trial.json", "rank 0", "the memory that a trial run used")
-    evaluation = _File(
+    trace = _FileRow(
+        "trace.json.gz", "rank 0", "the profiled steps, for Perfetto or chrome://tracing"
+    )
+    memory = _FileRow("memory.json", "rank 0", "memory, planned and measured", "MemoryReport")
+    micro_size = _FileRow("micro_size.json", "command", "the size that `micro_size: auto` found")
+    trials = _FileRow("micro_size", "command", "`8/`: a trial run of `micro_size: auto`")
+    trial = _FileRow("trial.json", "rank 0", "the memory that a trial run used")
+    evaluation = _FileRow(
         "evaluation.json",
         "rank 0",
         "results of `ortlaunch evaluate`, in `evaluations/step_00000500/`",
         "Evaluation",
     )
-    tensorboard = _File("tensorboard", "rank 0", "TensorBoard's events")
-    trackers = _File("trackers", "rank 0", "files of W&B and MLflow")
-    stream = _File("stream", "ranks", "the next tokens of streamed data (data.train.stream)")
-    checkpoints = _File(
+    tensorboard = _FileRow("tensorboard", "rank 0", "TensorBoard's events")
+    trackers = _FileRow("trackers", "rank 0", "files of W&B and MLflow")
+    stream = _FileRow("stream", "ranks", "the next tokens of streamed data (data.train.stream)")
+    checkpoints = _FileRow(
         "checkpoints",
         "ranks",
         "`step_00000500{,.partial,.broken}/`; a complete one has COMPLETE",
     )
-    resume = _File(
+    resume = _FileRow(
         "resume.json", "command", "step of the last start, and changed settings", "ResumeRecord"
     )
-    saves = _File("saves.jsonl", "rank 0", "each save", "SaveLine")
-    export = _File("export", "rank 0", "the trained model")
-    exports = _File(
+    saves = _FileRow("saves.jsonl", "rank 0", "each save", "SaveLine")
+    export = _FileRow("export", "rank 0", "the trained model")
+    exports = _FileRow(
         "exports.jsonl",
         "`ortlaunch export`, rank 0",
         "models in `exports/step_00000500{,_onnx,_ondevice}/`",
         "ExportLine",
     )
-    choice = _File("choice.json", "command", "decision of engine.name: auto", "Choice")
-    bench = _File("bench.json", "command", "settings of a variant of `ortlaunch bench`")
-    order = _File("order.json", "command", "next command for the ranks of such a variant")
-    report = _File("report.html", "`ortlaunch report`", "a page of the whole run")
-    results = _File("results.jsonl", "rank 0", "measurements of such a variant")
+    choice = _FileRow("choice.json", "command", "decision of engine.name: auto", "Choice")
+    bench = _FileRow("bench.json", "command", "settings of a variant of `ortlaunch bench`")
+    order = _FileRow("order.json", "command", "next command for the ranks of such a variant")
+    report = _FileRow("report.html", "`ortlaunch report`", "a page of the whole run")
+    results = _FileRow("results.jsonl", "rank 0", "measurements of such a variant")
 
-    def __init__(self, path: str | os.PathLike[str], start: int = 0) -> None:
+    def __init__(self, path: str | os.PathLike[str], start_number: int = 0) -> None:
         """Name the files of a run.
 
         Args:
             path: the folder.
-            start: the start that a rank belongs to, as `start_number` returns it; 0: any.
+            start_number: the start that a rank belongs to, as `start_number` returns it; 0: any.
         """
         self.path = Path(path)
-        self._start = start
+        self._start = start_number
 
     @property
     def start_number(self) -> int:
@@ -211,21 +221,21 @@ class RunDir:
     def __str__(self) -> str:
         return str(self.path)
 
-    def log(self, rank: int, stream: str) -> Path:
+    def rank_log_path(self, rank: int, stream: str) -> Path:
         """Return the path of a rank's log; `stream` is `out` or `err`."""
         return self.logs / f"rank_{rank:05d}.{stream}"
 
-    def error(self, rank: int) -> Path:
+    def rank_error_path(self, rank: int) -> Path:
         """Return the path of a rank's error record, which that rank writes."""
         return self.errors / f"rank_{rank:05d}.json"
 
     @property
-    def error_records(self) -> list[Path]:
+    def error_record_paths(self) -> list[Path]:
         """Paths of the error records that exist: of ranks, of a stall, of a lost host."""
         others = [path for path in (self.stall, self.lost) if path.exists()]
         return [*sorted(self.errors.glob("rank_*.json")), *others]
 
-    def count_account(self, rank: int = -1) -> int:
+    def count_error_record(self, rank: int = -1) -> int:
         """Count an error record that is about to be written.
 
         Args:
@@ -236,71 +246,71 @@ class RunDir:
         """
         with contextlib.suppress(OSError):
             self.errors.mkdir(parents=True, exist_ok=True)
-            return _append_counted(self.accounts, rank) - 1
+            return _append_rank_line(self.accounts, rank) - 1
         return 0
 
-    def count_end(self, rank: int) -> None:
+    def count_ended_rank(self, rank: int) -> None:
         """Count a rank that has ended."""
         # On a full disk nothing limits the launcher.
         with contextlib.suppress(OSError):
-            _append_counted(self.ended_ranks, rank)
+            _append_rank_line(self.ended_ranks, rank)
 
-    def first_counted(self) -> list[int]:
+    def first_failed_ranks(self) -> list[int]:
         """Return the ranks of the first 8 error records; empty if a full disk prevented counting."""
         with contextlib.suppress(OSError, ValueError), open(self.accounts, "rb") as file:
             # The first few decide; a job of thousands of ranks may have counted all of them.
-            return list(map(int, file.read(8 * COUNTED_BYTES).split()))
+            return list(map(int, file.read(8 * RANK_LINE_BYTES).split()))
         return []
 
-    def stacks(self, rank: int) -> Path:
+    def rank_stacks_path(self, rank: int) -> Path:
         """Return the path of a rank's stack trace during a hang."""
         return self.errors / f"stacks_{rank:05d}.txt"
 
-    def attempt(self, number: int) -> Path:
+    def attempt_folder(self, attempt_number: int) -> Path:
         """Return the folder for logs/ and errors/ of a failed attempt, numbered from 1."""
-        return self.attempts / str(number)
+        return self.attempts / str(attempt_number)
 
-    def stop_mark(self, rank: int) -> Path:
+    def signal_mark_path(self, rank: int) -> Path:
         """Return the path of the record that a signal requested a rank's end: `NUMBER TIME`."""
         return self.errors / f"asked_{rank:05d}"
 
-    def spare(self, rank: int) -> Path:
+    def reserved_space_path(self, rank: int) -> Path:
         """Return the path of a file that reserves disk space for a rank's error record."""
         # Without it a full disk would prevent the record of a failure. A rank that ends removes the
         # file, so that one that is left shows a rank that was killed.
         return self.errors / f"spare_{rank:05d}"
 
-    def checkpoint(self, step: int) -> Path:
+    def checkpoint_folder(self, step: int) -> Path:
         """Return the folder of the checkpoint after `step` optimizer steps."""
         return self.checkpoints / f"step_{step:08d}"
 
-    def partial(self, step: int) -> Path:
+    def partial_checkpoint_folder(self, step: int) -> Path:
         """Return the folder of that checkpoint while it is written."""
         return self.checkpoints / f"step_{step:08d}.partial"
 
-    def exported(self, step: int, form: str) -> Path:
+    def export_folder(self, step: int, export_format: str) -> Path:
         """Return the folder to which `ortlaunch export` writes a checkpoint as a model."""
         return (
             self.path
             / "exports"
-            / (f"step_{step:08d}" + ("" if form == "huggingface" else f"_{form}"))
+            / (f"step_{step:08d}" + ("" if export_format == "huggingface" else f"_{export_format}"))
         )
 
-    def evaluation_of(self, step: int) -> RunDir:
+    def evaluation_folder(self, step: int) -> RunDir:
         """Return the folder of an `ortlaunch evaluate`, a run of its own."""
         return RunDir(self.path / "evaluations" / f"step_{step:08d}")
 
-    def trial_of(self, micro_size: int) -> RunDir:
+    def micro_size_trial_folder(self, micro_size: int) -> RunDir:
         """Return the folder of one trial of `micro_size: auto`, a run that writes trial.json."""
         return RunDir(self.trials / str(micro_size))
 
-    def stopped_by_user(self) -> bool:
+    def was_stopped_by_user(self) -> bool:
         """Return whether `ortlaunch stop` or a hook requested the end."""
         # On a signal the command of a single rank writes the same file, with the signal's name.
         if not self.stop_request.exists():
             return False
         try:
-            return read_json(self.stop_request).get("by") not in signal.Signals.__members__
+            return read_own_json(self.stop_request).get("by") not in signal.Signals.__members__
         except DamagedFile:
             return True
 
@@ -310,7 +320,7 @@ class RunDir:
         if self.checkpoints.exists() and any(self.checkpoints.iterdir()):
             return False
         names = {row.name.partition("/")[0] for row in FILES}
-        return all(path.name in names or is_temporary(path) for path in self.path.iterdir())
+        return all(path.name in names or is_temporary_file(path) for path in self.path.iterdir())
 
     def complete_checkpoints(self) -> list[tuple[int, Path]]:
         """Return (step, folder) of every complete checkpoint, oldest first.
@@ -319,30 +329,32 @@ class RunDir:
             OSError: the folder cannot be read.
         """
         # An error must not look like an empty folder: the run would restart at step 0.
-        names = os.listdir(self.checkpoints) if _exists(self.checkpoints) else []
-        found = [
+        names = os.listdir(self.checkpoints) if _exists_or_raise(self.checkpoints) else []
+        step_folders = [
             (int(match[1]), self.checkpoints / match[0])
             for match in map(_STEP.fullmatch, names)
             if match
         ]
-        return sorted((step, path) for step, path in found if _exists(path / COMPLETE))
+        return sorted(
+            (step, path) for step, path in step_folders if _exists_or_raise(path / COMPLETE)
+        )
 
 
-FILES = tuple(row for row in vars(RunDir).values() if isinstance(row, _File))
+FILES = tuple(row for row in vars(RunDir).values() if isinstance(row, _FileRow))
 """Every row of the table of files."""
 
 
-def _append_counted(path: Path, rank: int) -> int:
+def _append_rank_line(path: Path, rank: int) -> int:
     """Append a line with a rank to a file, and return the number of its lines."""
     # Appended without a lock: a local disk appends one short line atomically.
     with open(path, "ab") as file:
         file.write(b"%07d\n" % rank)
         # Only after a flush does `tell` include the lines of other processes.
         file.flush()
-        return file.tell() // COUNTED_BYTES
+        return file.tell() // RANK_LINE_BYTES
 
 
-def _exists(path: Path) -> bool:
+def _exists_or_raise(path: Path) -> bool:
     """Return whether a path exists; other errors of reading are raised."""
     # Path.exists returns False for such errors on Python 3.14.
     try:
@@ -352,13 +364,13 @@ def _exists(path: Path) -> bool:
     return True
 
 
-def progress_width() -> int | None:
+def terminal_columns_of_command() -> int | None:
     """Return the columns of the command's terminal; None if its output is no terminal."""
     text = os.environ.get(PROGRESS_VARIABLE, "")
     return int(text) if text.isdigit() and int(text) else None
 
 
-def is_full(path: Path) -> bool:
+def is_disk_full(path: Path) -> bool:
     """Return whether the disk of an existing folder has less than 1 MiB left for this user."""
     with contextlib.suppress(OSError):
         # Only root may use the blocks that a file system reserves.
@@ -367,55 +379,55 @@ def is_full(path: Path) -> bool:
     return False
 
 
-def write_text(path: Path, text: str | bytes) -> None:
+def write_text_atomically(path: Path, text: str | bytes) -> None:
     """Replace a file atomically: readers see the old text or the new one, never a part."""
     # No encoding has half of a surrogate pair, which is a byte of a file's name.
     data = text if isinstance(text, bytes) else text.encode(errors="backslashreplace")
     path.parent.mkdir(parents=True, exist_ok=True)
     # Not by tempfile, whose files only their owner can read, whatever the umask is. Mode "x" fails
     # for an existing file.
-    name = path.parent / f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}"
+    temporary_path = path.parent / f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}"
     try:
-        with open(name, "xb") as file:
+        with open(temporary_path, "xb") as file:
             file.write(data)
             file.flush()
             # Otherwise a crash of the host could leave an empty file under the final name.
             os.fsync(file.fileno())
-        os.replace(name, path)
+        os.replace(temporary_path, path)
     except BaseException as error:
-        name.unlink(missing_ok=True)
+        temporary_path.unlink(missing_ok=True)
         # The error has the name of the temporary file or, if the disk is full, no name.
         if isinstance(error, OSError):
             error.filename = str(path)
         raise
 
 
-def is_temporary(path: Path) -> bool:
-    """Return whether a file has the name of a temporary file of `write_text`."""
+def is_temporary_file(path: Path) -> bool:
+    """Return whether a file has the name of a temporary file of `write_text_atomically`."""
     return _TEMPORARY.fullmatch(path.name) is not None
 
 
-def write_json(path: Path, value: object) -> None:
+def write_json_atomically(path: Path, value: object) -> None:
     """Write a value as JSON, atomically."""
-    write_text(path, json_text(value, indent=2) + "\n")
+    write_text_atomically(path, json_text(value, indent=2) + "\n")
 
 
 def json_text(value: object, indent: int | None = None) -> str:
     """Return a value as JSON text; inf and nan become strings that float() reads."""
     # JSON has no inf and nan; `allow_nan=False` raises if `_finite` missed one.
-    return json.dumps(_finite(value), indent=indent, allow_nan=False)
+    return json.dumps(_replace_non_finite(value), indent=indent, allow_nan=False)
 
 
-def _finite(value: object) -> object:
+def _replace_non_finite(value: object) -> object:
     """Return a value in which strings replace inf and nan, at any depth."""
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: _replace_non_finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
+        return [_replace_non_finite(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def read_text(path: Path) -> str:
+def read_own_text(path: Path) -> str:
     """Return the text of a file that ortlaunch wrote.
 
     Raises:
@@ -429,12 +441,12 @@ def read_text(path: Path) -> str:
         ) from None
 
 
-def read_json(path: Path, kind: type[Any] = dict) -> Any:
-    """Read JSON that `write_json` wrote.
+def read_own_json(path: Path, value_type: type[Any] = dict) -> Any:
+    """Read JSON that `write_json_atomically` wrote.
 
     Args:
         path: the file.
-        kind: the Python type of the whole value.
+        value_type: the Python type of the whole value.
 
     Returns:
         The value. If it is a mapping, a missing key raises DamagedFile with the file's name.
@@ -443,17 +455,17 @@ def read_json(path: Path, kind: type[Any] = dict) -> Any:
         DamagedFile: the file is not JSON, or its value has another type.
     """
     try:
-        value = parse_json(read_text(path))
+        value = parse_json(read_own_text(path))
     except json.JSONDecodeError as error:
-        raise DamagedFile(f"{path}: is damaged: {_no_json(path, error)}") from None
-    if not isinstance(value, kind):
+        raise DamagedFile(f"{path}: is damaged: {_json_error_message(path, error)}") from None
+    if not isinstance(value, value_type):
         raise DamagedFile(
-            f"{path}: is damaged: it is not a {'mapping' if kind is dict else kind.__name__}"
+            f"{path}: is damaged: it is not a {'mapping' if value_type is dict else value_type.__name__}"
         )
-    return _Mapping(path, value) if kind is dict else value
+    return _FileMapping(path, value) if value_type is dict else value
 
 
-class _Mapping(dict[str, object]):
+class _FileMapping(dict[str, object]):
     """A mapping read from a file; a missing key raises DamagedFile instead of KeyError."""
 
     def __init__(self, path: Path, values: dict[str, object]) -> None:
@@ -466,7 +478,7 @@ class _Mapping(dict[str, object]):
         )
 
 
-def account(path: Path) -> Json:
+def read_error_record(path: Path) -> Json:
     """Read an error record of a rank or of the whole run.
 
     Returns:
@@ -474,31 +486,37 @@ def account(path: Path) -> Json:
         gives a record that names the damage.
     """
     # `rank_00003.json` has a number; stall.json and lost.json have none.
-    number = path.stem.removeprefix("rank_")
-    text = f"{path} has no summary"
+    rank_digits = path.stem.removeprefix("rank_")
+    summary = f"{path} has no summary"
     try:
-        found = read_json(path)
+        raw_record = read_own_json(path)
     except DamagedFile as error:
-        found = {}
-        text = f"the record of a rank's end cannot be read: {error}"
-    known = {
-        "rank": int(number) if number.isdecimal() else 0, "host": "?", "type": "Unknown", "message": "",
-        "traceback": "", "exit_status": 1, "secondary": False, "time": 0.0, "summary": text,
-        "cause": "", "detail": text,
+        raw_record = {}
+        summary = f"the record of a rank's end cannot be read: {error}"
+    defaults = {
+        "rank": int(rank_digits) if rank_digits.isdecimal() else 0, "host": "?", "type": "Unknown", "message": "",
+        "traceback": "", "exit_status": 1, "secondary": False, "time": 0.0, "summary": summary,
+        "cause": "", "detail": summary,
     }  # fmt: skip
     # The default replaces a field that is missing, and one of another type.
-    kinds = {name: (int, float) if name == "time" else type(value) for name, value in known.items()}
-    wrong = {name for name, kind in kinds.items() if not isinstance(found.get(name), kind)}
-    signal = found.get("signal")
-    record = {**found, **{name: known[name] for name in wrong}}
+    field_types = {
+        name: (int, float) if name == "time" else type(value) for name, value in defaults.items()
+    }
+    invalid_names = {
+        name
+        for name, field_type in field_types.items()
+        if not isinstance(raw_record.get(name), field_type)
+    }
+    signal_number = raw_record.get("signal")
+    record = {**raw_record, **{name: defaults[name] for name in invalid_names}}
     return {
         **record,
         "cause": Cause(record["cause"]),
-        "signal": signal if isinstance(signal, int) else None,
+        "signal": signal_number if isinstance(signal_number, int) else None,
     }
 
 
-def _no_json(path: Path, error: json.JSONDecodeError) -> str:
+def _json_error_message(path: Path, error: json.JSONDecodeError) -> str:
     if not path.stat().st_size:
         return "it is empty"
     return f"not JSON at line {error.lineno}, column {error.colno}: {error.msg}"

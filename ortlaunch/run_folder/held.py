@@ -15,18 +15,19 @@ from ortlaunch.run_folder.folder import COMPLETE, RunDir
 
 
 @contextlib.contextmanager
-def held(run: RunDir, choose: Callable[[], int]) -> Iterator[int]:
-    """Hold the checkpoint of the step that `choose` returns, and yield that step.
+def hold_checkpoint(run: RunDir, choose_step: Callable[[], int]) -> Iterator[int]:
+    """Hold the checkpoint of the step that `choose_step` returns, and yield that step.
 
-    If the checkpoint is pruned before it is locked, `choose` is called again.
+    If the checkpoint is pruned before it is locked, `choose_step` is called again.
     """
     with contextlib.ExitStack() as stack:
         while True:
-            step = choose()
+            step = choose_step()
             # The mark may be pruned meanwhile, or the disk has no locks.
             with contextlib.suppress(OSError):
                 fcntl.flock(
-                    stack.enter_context(open(run.checkpoint(step) / COMPLETE, "rb")), fcntl.LOCK_SH
+                    stack.enter_context(open(run.checkpoint_folder(step) / COMPLETE, "rb")),
+                    fcntl.LOCK_SH,
                 )
             # Checked after locking: pruning may have begun between choice and lock.
             if step in dict(run.complete_checkpoints()):
@@ -34,11 +35,11 @@ def held(run: RunDir, choose: Callable[[], int]) -> Iterator[int]:
         yield step
 
 
-def is_held(folder: Path) -> bool:
+def is_checkpoint_held(checkpoint_folder: Path) -> bool:
     """Return whether a command reads this checkpoint."""
     try:
         # Opened for writing, because NFS grants an exclusive lock only on a writable file.
-        with open(folder / COMPLETE, "r+b") as mark:
+        with open(checkpoint_folder / COMPLETE, "r+b") as mark:
             fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

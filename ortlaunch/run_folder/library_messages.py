@@ -34,7 +34,7 @@ _CAUSES = (
     (Cause.NO_LOCKS, r"No locks available|Errno 37\b"),
 )
 # Of Python's fault handler only the stack counts: its first line repeats the signal's name.
-_NATIVE = (
+_NATIVE_CRASH_LINE = (
     r"terminate called|what\(\):|Assertion|assert|CHECK failed|Check failed"
     r"|Fatal Python error(?!: (Aborted|Segmentation|Floating|Bus|Illegal))"
 )
@@ -46,41 +46,43 @@ _PEER_IS_GONE = (
     r"pipe|Timed out waiting"
     r"|Socket closed|DistBackendError|DistNetworkError"
 )
-_MOST = 300  # characters of a line
+_MOST_CHARACTERS = 300  # characters of a line
 
 
-def cause_in(text: str) -> tuple[Cause, str] | None:
+def match_cause_in_text(text: str) -> tuple[Cause, str] | None:
     """Return the first cause of the table that matches a text, with the last line that matches."""
-    found = ((cause, last_line(pattern, text)) for cause, pattern in _CAUSES)
-    return next(((cause, line) for cause, line in found if line), None)
+    cause_and_line = ((cause, last_matching_line(pattern, text)) for cause, pattern in _CAUSES)
+    return next(((cause, line) for cause, line in cause_and_line if line), None)
 
 
-def crash_in(text: str) -> tuple[Cause, str]:
+def native_crash_cause(error_log_end: str) -> tuple[Cause, str]:
     """Return the cause of a crash in native code, with what that printed and where Python was.
 
     Args:
-        text: the end of the rank's error log.
+        error_log_end: the end of the rank's error log.
     """
     cause = Cause.CRASH
-    place = ""
-    for file, line, function in (found.groups() for found in _STACK.finditer(text)):
+    python_location = ""
+    for file, line, function in (match.groups() for match in _STACK.finditer(error_log_end)):
         is_graph = file.endswith("_execution_agent.py")
         cause = Cause.GRAPH_CRASH if is_graph else Cause.CRASH
-        place = (
+        python_location = (
             f"in its {function.removeprefix('run_')} pass"
             if is_graph
             else f"called by {function} at {file}:{line}"
         )
-    return cause, "; ".join(filter(None, (last_line(_NATIVE, text), place)))
+    return cause, "; ".join(
+        filter(None, (last_matching_line(_NATIVE_CRASH_LINE, error_log_end), python_location))
+    )
 
 
-def lost_a_peer(text: str) -> bool:
+def is_lost_peer_message(text: str) -> bool:
     """Return whether the text of an exception means that a peer rank has ended."""
     return re.search(_PEER_IS_GONE, text) is not None
 
 
-def last_line(pattern: str, text: str) -> str:
+def last_matching_line(pattern: str, text: str) -> str:
     """Return the last line that matches, cut to 300 characters; "" if none does."""
     # From the end: the last line of a traceback is the exception itself.
     lines = (line.strip() for line in reversed(text.splitlines()))
-    return next((line for line in lines if re.search(pattern, line)), "")[:_MOST]
+    return next((line for line in lines if re.search(pattern, line)), "")[:_MOST_CHARACTERS]

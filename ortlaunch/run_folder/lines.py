@@ -11,72 +11,80 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from ortlaunch.json_types import Json, fits, open_regular, parse_json, read_regular
+from ortlaunch.json_types import Json, fits_annotation, open_regular, parse_json, read_regular
 from ortlaunch.run_folder.folder import json_text
 
 
-class Lines(NamedTuple):
+class JsonLines(NamedTuple):
     """The JSON lines of a file, with a report of those left out."""
 
-    found: list[Json]
-    left_out: list[str]
+    values: list[Json]
+    unreadable: list[str]
     """A sentence for each line that cannot be read."""
 
 
-def json_lines(path: Path, *names: str) -> Lines:
+def read_json_lines(path: Path, *required_keys: str) -> JsonLines:
     """Return every readable line that has these keys."""
-    lines = Lines([], [])
+    lines = JsonLines([], [])
     # The piece after the last newline is dropped: a line that is still being written.
     data = read_regular(path) if path.exists() else b""
-    for number, line in enumerate(data.split(b"\n")[:-1], 1):
-        take_line(lines, f"{path.name}:{number}", line, *names)
+    for line_number, line in enumerate(data.split(b"\n")[:-1], 1):
+        parse_and_add_line(lines, f"{path.name}:{line_number}", line, *required_keys)
     return lines
 
 
-def json_tail(path: Path, size: int, *names: str) -> Lines:
-    """Return the same for the lines in the last `size` bytes of a file."""
+def read_last_json_lines(path: Path, tail_bytes: int, *required_keys: str) -> JsonLines:
+    """Return the same for the lines in the last `tail_bytes` bytes of a file."""
     with open_regular(path) as file:
-        before = max(0, file.seek(0, os.SEEK_END) - size)
-        file.seek(before)
+        tail_offset = max(0, file.seek(0, os.SEEK_END) - tail_bytes)
+        file.seek(tail_offset)
         text = file.read()
         cut, mark, _ = text.partition(b"\n")
         # Where the first whole line begins; without `before` nothing is cut.
-        begin = before + len(cut + mark) if before else 0
-        lines = Lines([], [])
-        for number, line in enumerate(text[begin - before :].split(b"\n")[:-1], 1):
-            take_line(lines, f"{path.name}:{number}", line, *names)
+        first_line_offset = tail_offset + len(cut + mark) if tail_offset else 0
+        lines = JsonLines([], [])
+        for line_number, line in enumerate(
+            text[first_line_offset - tail_offset :].split(b"\n")[:-1], 1
+        ):
+            parse_and_add_line(lines, f"{path.name}:{line_number}", line, *required_keys)
         # Line numbers in the report count from the beginning of the file, so read it all.
         # Rare, so a second read of a large file is acceptable.
-        if lines.left_out and begin:
-            lines = json_lines(path, *names)
+        if lines.unreadable and first_line_offset:
+            lines = read_json_lines(path, *required_keys)
     return lines
 
 
-def take_line(lines: Lines, place: str, line: bytes, *names: str) -> None:
+def parse_and_add_line(
+    lines: JsonLines, line_location: str, line: bytes, *required_keys: str
+) -> None:
     """Parse a line and add it to the lines found, or a sentence to those left out."""
     try:
         value = parse_json(line)
     except json.JSONDecodeError:
-        lines.left_out.append(f"{place} is left out: no whole line of JSON")
+        lines.unreadable.append(f"{line_location} is left out: no whole line of JSON")
         return
     absent = (
-        [name for name in names if name not in value] if isinstance(value, dict) else ["mapping"]
+        [name for name in required_keys if name not in value]
+        if isinstance(value, dict)
+        else ["mapping"]
     )
-    if not absent and "step" in names and not fits(int, value["step"]):
+    if not absent and "step" in required_keys and not fits_annotation(int, value["step"]):
         absent = ["step that is a number"]
     if absent:
-        lines.left_out.append(f"{place} is left out: it has no {', '.join(absent)}")
+        lines.unreadable.append(f"{line_location} is left out: it has no {', '.join(absent)}")
     else:
-        lines.found.append(value)
+        lines.values.append(value)
 
 
-def append_line(path: Path, value: object) -> None:
+def append_json_line(path: Path, value: object) -> None:
     """Append a value as a JSON line, on a new line even after half a line of a killed process."""
     try:
         with path.open("ab+") as file:
             # The file does not end with a newline if the last writer was killed.
-            cut = file.tell() > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n"
-            file.write(b"\n" * cut + json_text(value).encode() + b"\n")
+            is_last_line_cut = (
+                file.tell() > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n"
+            )
+            file.write(b"\n" * is_last_line_cut + json_text(value).encode() + b"\n")
     except OSError as error:
         # A write to a full disk fails without a file's name.
         error.filename = str(path)

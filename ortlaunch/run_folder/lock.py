@@ -19,9 +19,9 @@ from ortlaunch.errors import PlanError
 from ortlaunch.json_types import Json, parse_json
 from ortlaunch.process import Process, flock_holders
 from ortlaunch.rank import GRACE_SECONDS
-from ortlaunch.run_folder.folder import RunDir, write_json
+from ortlaunch.run_folder.folder import RunDir, write_json_atomically
 
-_MORE_SECONDS = 5.0  # in addition to the seconds in which ranks must end
+_EXTRA_GRACE_SECONDS = 5.0  # in addition to the seconds in which ranks must end
 # `flock` reports a lock that another process holds with either.
 _HELD = (errno.EWOULDBLOCK, errno.EACCES)
 
@@ -39,13 +39,15 @@ class RunLock:
         if self._file is not None:
             os.close(self._file)
 
-    def acquire(self, run: RunDir, keep: bool = False, patience_seconds: float = 0.0) -> None:
+    def acquire(
+        self, run: RunDir, survives_exec: bool = False, patience_seconds: float = 0.0
+    ) -> None:
         """Take the lock of a run folder; do nothing if this object already has it.
 
         Args:
             run: the run folder, created if it is absent.
-            keep: whether the lock survives an `exec` of this process.
-            patience_seconds: time in which a run of another host may end; it is requested to stop.
+            survives_exec: whether the lock survives an `exec` of this process.
+            earlier_turn_wait_seconds: time in which a run of another host may end; it is requested to stop.
 
         Raises:
             PlanError: another run uses the folder; the message names its process.
@@ -56,12 +58,15 @@ class RunLock:
         self._file = os.open(run.lock, os.O_RDWR | os.O_CREAT, 0o666)
         if not stat.S_ISREG(os.fstat(self._file).st_mode):
             raise PlanError(f"--run-dir {run}: {run.lock} is no regular file; remove it")
-        if _begin(self._file, run, patience_seconds):
-            here = {**Process.this()._asdict(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        if _lock_exclusively(self._file, run, patience_seconds):
+            this_process = {
+                **Process.identity_of_this_process()._asdict(),
+                "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+            }
             os.ftruncate(self._file, 0)
             # On a full disk the name cannot be written; the lock works without it.
             with contextlib.suppress(OSError):
-                os.pwrite(self._file, json.dumps(here).encode(), 0)
+                os.pwrite(self._file, json.dumps(this_process).encode(), 0)
             # Shared from now on, so that the ranks can hold it beside the command.
             # The kernel drops the lock and takes it again, so that another command can come between.
             try:
@@ -70,33 +75,33 @@ class RunLock:
                 raise PlanError(
                     f"--run-dir {run}: another command has just locked it; start again"
                 ) from None
-        os.set_inheritable(self._file, keep)
+        os.set_inheritable(self._file, survives_exec)
 
 
-def share(run: RunDir) -> None:
+def hold_rank_share(run: RunDir) -> None:
     """Hold a rank's share of the lock until this process and its forks have ended."""
     # The descriptor stays open on purpose: its closing would free the lock.
     with contextlib.suppress(OSError):
         fcntl.flock(os.open(run.lock, os.O_RDWR | os.O_CREAT, 0o666), fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
-def _begin(file: int, run: RunDir, patience_seconds: float) -> bool:
+def _lock_exclusively(lock_descriptor: int, run: RunDir, patience_seconds: float) -> bool:
     """Take the lock exclusively, after ranks of a killed command have ended.
 
     Args:
-        file: the open lock file.
+        lock_descriptor: the open lock file.
         run: the run folder.
-        patience_seconds: time in which a living holder may end.
+        earlier_turn_wait_seconds: time in which a living holder may end.
 
     Returns:
         False if the disk has no file locks.
     """
     began = time.monotonic()
-    deadline = began + GRACE_SECONDS + _MORE_SECONDS
-    told = False
+    deadline = began + GRACE_SECONDS + _EXTRA_GRACE_SECONDS
+    is_reported = False
     while True:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock_descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except OSError as error:
             if error.errno not in _HELD:
@@ -108,74 +113,74 @@ def _begin(file: int, run: RunDir, patience_seconds: float) -> bool:
                     flush=True,
                 )
                 return False
-        holder = _holder(file)
+        holder = _lock_holder(lock_descriptor)
         # The holder may be on another host, where this one cannot check whether it is alive.
-        if not _has_gone(holder) and time.monotonic() < began + patience_seconds:
-            if not told:
-                write_json(run.stop_request, {"by": "a later turn of its job"})
-                print(f"{run}: {_named(holder)} trains there: requested to stop", flush=True)
-            told = True
+        if not _has_holder_ended(holder) and time.monotonic() < began + patience_seconds:
+            if not is_reported:
+                write_json_atomically(run.stop_request, {"by": "a later turn of its job"})
+                print(f"{run}: {_holder_text(holder)} trains there: requested to stop", flush=True)
+            is_reported = True
             time.sleep(1.0)
             continue
-        if not _has_gone(holder):
+        if not _has_holder_ended(holder):
             raise PlanError(
-                f"--run-dir {run}: {_named(holder)} trains there; wait for its end, or give "
+                f"--run-dir {run}: {_holder_text(holder)} trains there; wait for its end, or give "
                 "another folder"
             )
         if time.monotonic() > deadline:
             raise PlanError(
-                f"--run-dir {run}: {_named(holder)} has ended, but some of its ranks are still "
+                f"--run-dir {run}: {_holder_text(holder)} has ended, but some of its ranks are still "
                 "alive; end them"
             )
-        if not told:
+        if not is_reported:
             print(
-                f"{run}: waiting for the ranks of {_named(holder)}, which was killed, to end",
+                f"{run}: waiting for the ranks of {_holder_text(holder)}, which was killed, to end",
                 flush=True,
             )
-            told = True
+            is_reported = True
         time.sleep(0.1)
 
 
-def _holder(file: int) -> dict[str, object]:
+def _lock_holder(lock_descriptor: int) -> dict[str, object]:
     """Return the process that began the run, as written in the lock file.
 
     Empty while the command is writing it, or if the file has other contents.
     """
     # OSError: it is no regular file.
     with contextlib.suppress(ValueError, OSError):
-        found = parse_json(os.pread(file, 4096, 0))
-        if isinstance(found, dict) and isinstance(found.get("pid"), int):
-            return {name: found.get(name, "") for name in (*Process._fields, "since")}
+        holder_record = parse_json(os.pread(lock_descriptor, 4096, 0))
+        if isinstance(holder_record, dict) and isinstance(holder_record.get("pid"), int):
+            return {name: holder_record.get(name, "") for name in (*Process._fields, "since")}
     return {}
 
 
-def _named(holder: Json) -> str:
+def _holder_text(holder: Json) -> str:
     if not holder:
         return "another run"
     return f"process {holder['pid']} on host {holder['host']} (since {holder['since']})"
 
 
-def _has_gone(holder: Json) -> bool:
+def _has_holder_ended(holder: Json) -> bool:
     """Return whether the holder was a process of this host that has ended."""
-    process = _process(holder)
-    return process is not None and process.is_here and not process.lives()
+    process = _holder_process(holder)
+    return process is not None and process.is_here and not process.is_alive()
 
 
-def _process(holder: Json) -> Process | None:
+def _holder_process(holder: Json) -> Process | None:
     return Process(**{name: holder[name] for name in Process._fields}) if holder else None
 
 
-def command_at(run: RunDir) -> Process | None:
+def last_command_of_run(run: RunDir) -> Process | None:
     """Return the command that last locked the folder, alive or not; None if there was none."""
     with contextlib.suppress(FileNotFoundError):
         file = os.open(run.lock, os.O_RDONLY | os.O_NONBLOCK)
         try:
-            return _process(_holder(file))
+            return _holder_process(_lock_holder(file))
         finally:
             os.close(file)
     return None
 
 
-def alive_at(run: RunDir) -> list[int]:
+def living_process_ids(run: RunDir) -> list[int]:
     """Return the ids of living processes of the run on this host: all that hold its lock."""
     return sorted(flock_holders(run.lock) - {os.getpid()})

@@ -10,35 +10,35 @@ import time
 from typing import NamedTuple
 
 from ortlaunch.cause import Cause
-from ortlaunch.run_folder.folder import RunDir, write_json
+from ortlaunch.run_folder.folder import RunDir, write_json_atomically
 
-LOST = "LostHost"
+LOST_HOST_TYPE = "LostHost"
 """The record's type."""
 # The ranks of a lost host leave no status of their own.
 EXIT_STATUS = 1
 
 
-class Lost(NamedTuple):
+class LostHost(NamedTuple):
     """A host that is gone, identified by one of its ranks."""
 
     rank: int
     host: str
-    why: str
+    reason: str
 
     @property
     def summary(self) -> str:
         """One line for the user."""
         who = f"rank {self.rank} on host {self.host} is lost, and all others of that host"
-        return f"{who}: {self.why}; exit status {EXIT_STATUS}"
+        return f"{who}: {self.reason}; exit status {EXIT_STATUS}"
 
-    def write(self, run: RunDir) -> None:
+    def write_unless_recorded(self, run: RunDir) -> None:
         """Record this host as the cause of the run's end, unless another host is recorded."""
-        record = {"type": LOST, "cause": Cause.HOST_LOST, "detail": self.why, "message": self.why,
+        record = {"type": LOST_HOST_TYPE, "cause": Cause.HOST_LOST, "detail": self.reason, "message": self.reason,
                   "traceback": "", "secondary": False, "time": time.time(),
                   "signal": None, "exit_status": EXIT_STATUS, "rank": self.rank, "host": self.host,
-                  "summary": self.summary, "step": None, "after": run.count_account()}  # fmt: skip
+                  "summary": self.summary, "step": None, "after": run.count_error_record()}  # fmt: skip
         # The disk may have been on the lost host.
         with contextlib.suppress(OSError):
             # The first one is kept: the loss of more hosts may follow from it.
             if not run.lost.exists():
-                write_json(run.lost, record)
+                write_json_atomically(run.lost, record)

@@ -15,8 +15,8 @@ from ortlaunch.launch_plan import BatchPlan, Plan
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.rules import resume_rules
 from ortlaunch.recipe.rules.resume_rules import OTHER_RULES, RULES, Change, changes
-from ortlaunch.run_folder.folder import RunDir, read_json
-from ortlaunch.run_folder.lines import json_lines
+from ortlaunch.run_folder.folder import RunDir, read_own_json
+from ortlaunch.run_folder.lines import read_json_lines
 
 ORIGIN = "training.json"
 # Packages whose versions affect results. Of all others only the number of changes is reported.
@@ -26,25 +26,25 @@ _PACKAGES = ("torch", "onnxruntime-training", "onnxruntime-training-cpu", "trans
 _FORMAT = 1
 
 
-def origin(
+def checkpoint_origin(
     recipe: Recipe,
     batch: BatchPlan,
-    hosts: int,
+    host_count: int,
     device: str,
     environment: Mapping[str, Any],
-    git: Mapping[str, object] | None,
+    git_state: Mapping[str, object] | None,
 ) -> Json:
     """Return the origin that checkpoints of a run about to start will have.
 
     Args:
         recipe: the resolved recipe.
         batch: samples and ranks of a step.
-        hosts: number of hosts.
+        host_count: number of hosts.
         device: cpu or cuda.
         environment: contents of environment.json.
-        git: state of the recipe's folder, as in commands.jsonl; None outside a repository.
+        git_state: state of the recipe's folder, as in commands.jsonl; None outside a repository.
     """
-    world = {"ranks": batch.data_parallel_ranks, "hosts": hosts, "device": device}
+    world = {"ranks": batch.data_parallel_ranks, "hosts": host_count, "device": device}
     samples = {
         name: getattr(batch, name)
         for name in ("global_samples", "micro_samples", "accumulation_steps")
@@ -55,69 +55,85 @@ def origin(
         "format": _FORMAT,
         "recipe": recipe.model_dump(mode="json"),
         "world": {**world, **samples},
-        "code": {**code, **(git or {"commit": None, "dirty": None})},
+        "code": {**code, **(git_state or {"commit": None, "dirty": None})},
         "packages": packages if isinstance(packages, dict) else {},
     }
 
 
-def of_run(run: RunDir, recipe: Recipe) -> dict[str, object]:
+def origin_of_run(run: RunDir, recipe: Recipe) -> dict[str, object]:
     """Return the origin of the run in a folder, from the files written before its ranks started."""
-    environment = read_json(run.environment) if run.environment.exists() else {}
-    started = [line["git"] for line in json_lines(run.commands, "git").found]
+    environment = read_own_json(run.environment) if run.environment.exists() else {}
+    git_states = [line["git"] for line in read_json_lines(run.commands, "git").values]
     # The newest start is the one whose ranks write the checkpoint.
-    git = started[-1] if started and isinstance(started[-1], dict) else None
+    git_state = git_states[-1] if git_states and isinstance(git_states[-1], dict) else None
     # `max_steps` was derived from the epochs, so it is no setting of the user's.
     if recipe.train.epochs is not None:
         recipe = recipe.model_copy(
             update={"train": recipe.train.model_copy(update={"max_steps": None})}
         )
     plan = Plan.read(run.plan)
-    return origin(recipe, plan.batch, len(plan.nodes), plan.device, environment, git)
+    return checkpoint_origin(
+        recipe, plan.batch, len(plan.nodes), plan.device, environment, git_state
+    )
 
 
-def read(checkpoint: Path) -> Json | None:
+def read_checkpoint_origin(checkpoint: Path) -> Json | None:
     """Return the origin of a checkpoint; None if it cannot be read or an old version wrote none."""
     try:
-        found = read_json(checkpoint / ORIGIN)
+        origin_record = read_own_json(checkpoint / ORIGIN)
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) and found.get("format") == _FORMAT else None
+    return (
+        origin_record
+        if isinstance(origin_record, dict) and origin_record.get("format") == _FORMAT
+        else None
+    )
 
 
-def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
+def origin_changes(
+    earlier_origin: Mapping[str, Any], present_origin: Mapping[str, Any]
+) -> list[Change]:
     """Return every change between two origins; a part that one of them lacks is not compared."""
-    packages = _packages(before.get("packages", {}), after.get("packages", {}))
+    packages = _package_changes(
+        earlier_origin.get("packages", {}), present_origin.get("packages", {})
+    )
     parts = [
-        part for part in ("world", "data", "weights", "code") if part in before and part in after
+        part
+        for part in ("world", "data", "weights", "code")
+        if part in earlier_origin and part in present_origin
     ]
+    earlier_parts = {part: earlier_origin[part] for part in parts}
+    present_parts = {part: present_origin[part] for part in parts}
     return [
-        *changes(_filled(before["recipe"]), after["recipe"], RULES),
+        *changes(_fill_defaults(earlier_origin["recipe"]), present_origin["recipe"], RULES),
         *(change for change in
-          changes({part: before[part] for part in parts}, {part: after[part] for part in parts}, OTHER_RULES)
-          if change.field != "data.fingerprint" or not is_same_data(change.before, change.after)),
+          changes(earlier_parts, present_parts, OTHER_RULES)
+          if change.field != "data.fingerprint" or not may_be_same_data(change.before, change.after)),
         *packages,
     ]  # fmt: skip
 
 
-def is_same_data(one: str | None, other: str | None) -> bool:
+def may_be_same_data(fingerprint: str | None, other_fingerprint: str | None) -> bool:
     """Return whether two fingerprints may be of the same data, as those of random samples may.
 
     A fingerprint of samples has a word for each. Most of them must be equal, as a sample may be
     changed at random now and then.
     """
-    if one is None or other is None:
+    if fingerprint is None or other_fingerprint is None:
         return True
-    words, others = one.split(), other.split()
-    equal = sum(word == each for word, each in zip(words, others))
-    return len(words) == len(others) < 2 * equal
+    sample_words, others = fingerprint.split(), other_fingerprint.split()
+    equal = sum(word == other_word for word, other_word in zip(sample_words, others))
+    return len(sample_words) == len(others) < 2 * equal
 
 
-def of_evaluation(checkpoint: Path, found: list[Change]) -> list[Change]:
+def changes_affecting_evaluation(checkpoint: Path, origin_changes: list[Change]) -> list[Change]:
     """Return those changes that affect an evaluation of the checkpoint."""
-    return resume_rules.of_evaluation(found, RunDir(checkpoint.parents[1]).vocabulary.exists())
+    return resume_rules.of_evaluation(
+        origin_changes, RunDir(checkpoint.parents[1]).vocabulary.exists()
+    )
 
 
-def _filled(recipe: Mapping[str, object]) -> Mapping[str, Any]:
+def _fill_defaults(recipe: Mapping[str, object]) -> Mapping[str, Any]:
     """Return the recipe with defaults for fields that newer versions added."""
     try:
         filled: Mapping[str, object] = Recipe.model_validate(recipe).model_dump(mode="json")
@@ -126,14 +142,22 @@ def _filled(recipe: Mapping[str, object]) -> Mapping[str, Any]:
     return filled
 
 
-def _packages(before: Mapping[str, str], after: Mapping[str, str]) -> list[Change]:
-    found = (
-        changes({"packages": before}, {"packages": after}, OTHER_RULES) if before and after else []
+def _package_changes(
+    earlier_versions: Mapping[str, str], present_versions: Mapping[str, str]
+) -> list[Change]:
+    package_changes = (
+        changes({"packages": earlier_versions}, {"packages": present_versions}, OTHER_RULES)
+        if earlier_versions and present_versions
+        else []
     )
-    told = [change for change in found if change.field.partition(".")[2] in _PACKAGES]
+    reported_changes = [
+        change for change in package_changes if change.field.partition(".")[2] in _PACKAGES
+    ]
     # A new environment may change a hundred packages; one line counts those without effect.
-    if other := len(found) - len(told):
+    if other_count := len(package_changes) - len(reported_changes):
         rule = OTHER_RULES["packages"]
         assert not callable(rule)
-        told.append(Change(f"packages, {other} others", "old versions", "new versions", rule))
-    return told
+        reported_changes.append(
+            Change(f"packages, {other_count} others", "old versions", "new versions", rule)
+        )
+    return reported_changes

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ortlaunch.units import aligned
+from ortlaunch.units import align_columns
 
 KINDS = ("operators", "reading", "copying", "communication", "waiting", "Python")
 COMPUTING, READING, COPYING, COMMUNICATION, WAITING, PYTHON = KINDS
@@ -56,9 +56,9 @@ class Profile:
     and results (null: unknown; above 1 the data came from a cache)."""
 
 
-def lines(profile: dict[str, Any]) -> list[str]:
+def profile_lines(profile: dict[str, Any]) -> list[str]:
     """Return the profile as text: kinds of time, the profiler's own cost, and the table."""
-    seconds, without = profile["seconds"], profile["seconds_without"]
+    seconds, seconds_without = profile["seconds"], profile["seconds_without"]
     cells = [[title for title, _ in _COLUMNS.values()]] + [
         [form.format(cost[key]) if cost[key] else "-" for key, (_, form) in _COLUMNS.items()]
         for cost in profile["costs"]
@@ -67,11 +67,11 @@ def lines(profile: dict[str, Any]) -> list[str]:
     return [
         f"profile of engine {profile['engine']}, steps {', '.join(map(str, profile['steps']))}",
         f"time of a step: {kinds}",
-        f"the profiler's own cost: {seconds / without - 1:+.1%} ({seconds:.4g} s a step with it, "
-        f"{without:.4g} s without)"
-        if without
+        f"the profiler's own cost: {seconds / seconds_without - 1:+.1%} ({seconds:.4g} s a step with it, "
+        f"{seconds_without:.4g} s without)"
+        if seconds_without
         else f"{seconds:.4g} s a step with the profiler; no step was measured without it",
         f"measured here: matmul {profile['matrix_rate'] / 1e9:,.0f} GFLOP/s, "
         f"memory {profile['bandwidth'] / 1e9:,.1f} GB/s",
-        *aligned(cells),
+        *align_columns(cells),
     ]

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar, get_type_hints
 
-from ortlaunch.json_types import fits
+from ortlaunch.json_types import fits_annotation
 
 _T = TypeVar("_T")
 _TEXTS = "tuple[str, ...]"
@@ -20,38 +20,46 @@ _TEXTS = "tuple[str, ...]"
 def as_json(record: Any) -> Any:
     """Return a record as mappings and lists for JSON."""
     if is_dataclass(record):
-        pairs = ((each, getattr(record, each.name)) for each in fields(record))
+        pairs = (
+            (record_field, getattr(record, record_field.name)) for record_field in fields(record)
+        )
         return {
-            each.name: as_json(value)
-            for each, value in pairs
-            if value is not None or each.default is MISSING
+            record_field.name: as_json(value)
+            for record_field, value in pairs
+            if value is not None or record_field.default is MISSING
         }
     if isinstance(record, dict):
         return {name: as_json(value) for name, value in record.items()}
     return [as_json(value) for value in record] if isinstance(record, (list, tuple)) else record
 
 
-def from_json(kind: type[_T], values: Mapping[str, Any]) -> _T:
+def from_json(record_type: type[_T], values: Mapping[str, Any]) -> _T:
     """Return a record from values of JSON; unknown names, such as a later version's, are ignored.
 
     Args:
-        kind: the dataclass of the record.
+        record_type: the dataclass of the record.
         values: field names and values.
 
     Raises:
         TypeError: a value is missing, or its type is not the field's.
     """
-    known: list[Any] = [*fields(kind)]  # type: ignore[arg-type]
-    found = {each.name: values[each.name] for each in known if each.name in values}
-    hints = get_type_hints(kind)
-    for each in known:
-        if each.name in found and not fits(hints[each.name], found[each.name]):
-            raise TypeError(f"{each.name} is {found[each.name]!r:.80}")
+    record_fields: list[Any] = [*fields(record_type)]  # type: ignore[arg-type]
+    values_by_name = {
+        record_field.name: values[record_field.name]
+        for record_field in record_fields
+        if record_field.name in values
+    }
+    hints = get_type_hints(record_type)
+    for record_field in record_fields:
+        if record_field.name in values_by_name and not fits_annotation(
+            hints[record_field.name], values_by_name[record_field.name]
+        ):
+            raise TypeError(f"{record_field.name} is {values_by_name[record_field.name]!r:.80}")
     # JSON has no tuples.
-    for each in known:
-        if each.type == _TEXTS and each.name in found:
-            found[each.name] = tuple(found[each.name])
-    return kind(**found)
+    for record_field in record_fields:
+        if record_field.type == _TEXTS and record_field.name in values_by_name:
+            values_by_name[record_field.name] = tuple(values_by_name[record_field.name])
+    return record_type(**values_by_name)
 
 
 @dataclass

@@ -43,42 +43,57 @@ _WORDS = {
 }
 
 
-def markdown() -> str:
+def run_folder_page() -> str:
     """Return the whole page."""
     modules = (launch_plan, engine_report, profile_record, records, resume_record, export_records)
     bodies = [ast.parse(inspect.getsource(module)).body for module in modules]
-    types = {each.name: each for body in bodies for each in body if isinstance(each, ast.ClassDef)}
-    parts = [_HEAD.format(folder=_folder())]
+    types = {
+        definition.name: definition
+        for body in bodies
+        for definition in body
+        if isinstance(definition, ast.ClassDef)
+    }
+    parts = [_HEAD.format(folder=_file_table())]
     # A type that several records use is described once, at its first use.
-    told = set[str]()
+    described_types = set[str]()
     for file, name in {**{row.name: row.record for row in FILES if row.record}, **_OTHERS}.items():
-        parts += [f"## {file}", "", *_section(types, name)]
-        for inner in dict.fromkeys(each for each in _inside(types, name) if each not in told):
-            told.add(inner)
-            parts += [f'<a id="{inner}"></a>', "", f"### {inner}", "", *_section(types, inner)]
+        parts += [f"## {file}", "", *_record_section(types, name)]
+        for inner in dict.fromkeys(
+            definition
+            for definition in _record_types_of_fields(types, name)
+            if definition not in described_types
+        ):
+            described_types.add(inner)
+            parts += [
+                f'<a id="{inner}"></a>',
+                "",
+                f"### {inner}",
+                "",
+                *_record_section(types, inner),
+            ]
     return "\n".join(parts).rstrip("\n") + "\n"
 
 
-def _folder() -> str:
+def _file_table() -> str:
     """Return the table of files."""
     rows = (f"| `{row.name}` | {row.writer} | {row.contents} |\n" for row in FILES)
     return "".join(["| file | written by | contents |\n|---|---|---|\n", *rows])
 
 
-def _inside(types: dict[str, ast.ClassDef], name: str) -> Iterator[str]:
+def _record_types_of_fields(types: dict[str, ast.ClassDef], name: str) -> Iterator[str]:
     """Yield the record types of a type's fields, depth first."""
-    for field in (each for each in types[name].body if isinstance(each, ast.AnnAssign)):
-        for inner in (each.id for each in ast.walk(field.annotation) if isinstance(each, ast.Name)):
+    for field in (node for node in types[name].body if isinstance(node, ast.AnnAssign)):
+        for inner in (node.id for node in ast.walk(field.annotation) if isinstance(node, ast.Name)):
             if inner in types:
                 yield inner
-                yield from _inside(types, inner)
+                yield from _record_types_of_fields(types, inner)
 
 
-def _section(types: dict[str, ast.ClassDef], name: str) -> list[str]:
+def _record_section(types: dict[str, ast.ClassDef], name: str) -> list[str]:
     body = types[name].body
     # A table cell is one line, so texts lose their line breaks.
     lines = [
-        _plain(ast.get_docstring(types[name]) or ""),
+        _table_cell_text(ast.get_docstring(types[name]) or ""),
         "",
         "| field | value | meaning |",
         "|---|---|---|",
@@ -90,15 +105,15 @@ def _section(types: dict[str, ast.ClassDef], name: str) -> list[str]:
             and isinstance(field, ast.AnnAssign)
             and ast.unparse(field.target) == "metrics"
         ):
-            lines += _metrics()
+            lines += _metric_rows()
         elif isinstance(field, ast.AnnAssign):
             lines.append(
-                f"| `{ast.unparse(field.target)}` | {_value(types, field)} | {_manual(manual)} |"
+                f"| `{ast.unparse(field.target)}` | {_field_value_text(types, field)} | {_field_description(manual)} |"
             )
     return [*lines, ""]
 
 
-def _metrics() -> Iterator[str]:
+def _metric_rows() -> Iterator[str]:
     """Yield a line for each row of the table of metrics."""
     for name, metric in METRICS.items():
         tasks = f" Of {', '.join(metric.measures)}." if metric.measures else ""
@@ -106,38 +121,41 @@ def _metrics() -> Iterator[str]:
         yield f"| `{name}` | {value} | {metric.manual}{tasks} Best: {metric.better}. |"
 
 
-def _value(types: dict[str, ast.ClassDef], field: ast.AnnAssign) -> str:
+def _field_value_text(types: dict[str, ast.ClassDef], field: ast.AnnAssign) -> str:
     """Return the possible values of a field; for None: null, absent or {}."""
-    kind = _kind(types, field.annotation)
+    type_text = _annotation_text(types, field.annotation)
     if ast.unparse(field.target) in engine_report.EMPTY:
-        return kind.replace(" or null", " or {}")
+        return type_text.replace(" or null", " or {}")
     # `as_json` leaves a None out if it is the field's default.
     left_out = isinstance(field.value, ast.Constant) and field.value.value is None
-    return kind.replace(" or null", " or absent") if left_out else kind
+    return type_text.replace(" or null", " or absent") if left_out else type_text
 
 
-def _manual(below: ast.stmt) -> str:
+def _field_description(statement_after_field: ast.stmt) -> str:
     """Return the text under a field."""
-    assert isinstance(below, ast.Expr), ast.unparse(below)
-    return _plain(str(ast.literal_eval(below.value)))
+    assert isinstance(statement_after_field, ast.Expr), ast.unparse(statement_after_field)
+    return _table_cell_text(str(ast.literal_eval(statement_after_field.value)))
 
 
-def _plain(text: str) -> str:
+def _table_cell_text(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
-def _kind(types: dict[str, ast.ClassDef], form: ast.expr) -> str:
+def _annotation_text(types: dict[str, ast.ClassDef], annotation: ast.expr) -> str:
     """Return an annotation in words."""
-    if isinstance(form, ast.BinOp):
-        return f"{_kind(types, form.left)} or {_kind(types, form.right)}"
-    if isinstance(form, ast.Subscript):
-        inside = form.slice.elts if isinstance(form.slice, ast.Tuple) else [form.slice]
-        inner = [each for each in inside if ast.unparse(each) != "..."][-1]
-        # A tuple of (name, value) pairs is a mapping in JSON.
-        if isinstance(inner, ast.Subscript) and ast.unparse(inner).startswith("tuple[str, "):
-            return _kind(types, ast.Subscript(ast.Name("dict"), inner.slice))
-        return (
-            f"{'mapping' if ast.unparse(form.value) == 'dict' else 'list'} of {_kind(types, inner)}"
+    if isinstance(annotation, ast.BinOp):
+        return f"{_annotation_text(types, annotation.left)} or {_annotation_text(types, annotation.right)}"
+    if isinstance(annotation, ast.Subscript):
+        arguments = (
+            annotation.slice.elts if isinstance(annotation.slice, ast.Tuple) else [annotation.slice]
         )
-    name = ast.unparse(form)
+        last_argument = [argument for argument in arguments if ast.unparse(argument) != "..."][-1]
+        # A tuple of (name, value) pairs is a mapping in JSON.
+        if isinstance(last_argument, ast.Subscript) and ast.unparse(last_argument).startswith(
+            "tuple[str, "
+        ):
+            return _annotation_text(types, ast.Subscript(ast.Name("dict"), last_argument.slice))
+        container = "mapping" if ast.unparse(annotation.value) == "dict" else "list"
+        return f"{container} of {_annotation_text(types, last_argument)}"
+    name = ast.unparse(annotation)
     return f"[{name}](#{name})" if name in types else _WORDS[name]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ortlaunch.errors import DamagedFile
-from ortlaunch.run_folder.folder import RunDir, read_json, write_json
+from ortlaunch.run_folder.folder import RunDir, read_own_json, write_json_atomically
 from ortlaunch.run_folder.records import as_json, from_json
 
 
@@ -43,14 +43,14 @@ class ResumeRecord:
         if not run.resume.exists():
             return FROM_THE_BEGINNING
         try:
-            return from_json(cls, read_json(run.resume))
+            return from_json(cls, read_own_json(run.resume))
         # Valid JSON with a missing or mistyped field.
         except TypeError as error:
             raise DamagedFile(f"{run.resume}: is damaged: {error}") from None
 
     def write(self, run: RunDir) -> None:
         """Write the record to a run folder."""
-        write_json(run.resume, as_json(self))
+        write_json_atomically(run.resume, as_json(self))
 
 
 # Stands for a missing file, so that readers need no case for a run that never resumed.

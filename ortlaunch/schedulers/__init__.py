@@ -16,10 +16,10 @@ from importlib import import_module
 from typing import Any, NamedTuple, Protocol, cast
 
 from ortlaunch.errors import LaunchError, MissingDependency
-from ortlaunch.launch import JobState, Request
+from ortlaunch.launch import JobState, LaunchRequest
 from ortlaunch.launch_plan import Plan
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.units import counted
+from ortlaunch.units import count_with_noun
 
 
 class SchedulerEntry(NamedTuple):
@@ -66,7 +66,7 @@ class QueuedRun:
     def headline(self) -> str:
         """The first line of a script or a manifest, for a person who reads it."""
         return (
-            f"# {counted(self.plan.world_size, 'rank')} of run {self.plan.name}; `ortlaunch "
+            f"# {count_with_noun(self.plan.world_size, 'rank')} of run {self.plan.name}; `ortlaunch "
             f"status {self.run}` shows its state."
         )
 
@@ -82,10 +82,10 @@ class QueueState(NamedTuple):
 class Scheduler(Protocol):
     """A module with these functions; a job is given by its id."""
 
-    def request(self, job: QueuedRun) -> Request:
+    def request(self, job: QueuedRun) -> LaunchRequest:
         """Return the request for a job, without side effects."""
 
-    def submit(self, request: Request) -> str:
+    def submit(self, request: LaunchRequest) -> str:
         """Write the request's files, queue the job and return its id.
 
         Raises:

@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Iterator
 
 from ortlaunch.json_types import Json
-from ortlaunch.launch import JobState, Request
+from ortlaunch.launch import JobState, LaunchRequest
 from ortlaunch.rank import JOB_VARIABLE
 from ortlaunch.schedulers import QueuedRun, QueueState, command_output, merged, yaml_text
 
@@ -34,13 +34,13 @@ _STATES = {
 }
 
 
-def request(job: QueuedRun) -> Request:
+def request(job: QueuedRun) -> LaunchRequest:
     """Return the az command that prints the job's name, with the description in the run folder."""
     own = job.options["azureml"]
     path = str(job.run.manifest)
     where = _where(own["resource_group"] or "", own["workspace"] or "")
     argv = ("az", "ml", "job", "create", f"--file={path}", *where, "--query=name", "--output=tsv")
-    return Request(argv, files=((path, manifest(job)),))
+    return LaunchRequest(argv, files=((path, manifest(job)),))
 
 
 def manifest(job: QueuedRun) -> str:
@@ -114,7 +114,7 @@ def _named(job: str) -> tuple[str, ...]:
     return (f"--name={name}", *_where(group, workspace))
 
 
-def submit(request: Request) -> str:
+def submit(request: LaunchRequest) -> str:
     """Write the description, create the job and return its id."""
     request.write_files()
     # The id has the group and the workspace of the request; they are empty if az has defaults.

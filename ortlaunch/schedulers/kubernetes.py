@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ortlaunch.errors import LaunchError
-from ortlaunch.launch import JobState, Request
+from ortlaunch.launch import JobState, LaunchRequest
 from ortlaunch.rank import EXIT_SAVED, JOB_VARIABLE, NO_FAULT
 from ortlaunch.schedulers import QueuedRun, QueueState, command_output, merged, yaml_text
 
@@ -34,12 +34,12 @@ _TIME = len("-20260101-000000")
 _WHAT = "use a host whose kubectl reaches the cluster"
 
 
-def request(job: QueuedRun) -> Request:
+def request(job: QueuedRun) -> LaunchRequest:
     """Return the kubectl command, with the manifest in the run folder."""
     path = str(job.run.manifest)
     namespace = job.options["kubernetes"]["namespace"]
     argv = ("kubectl", "create", f"--namespace={namespace}", f"--filename={path}", "--output=name")
-    return Request(argv, files=((path, manifest(job)),))
+    return LaunchRequest(argv, files=((path, manifest(job)),))
 
 
 def manifest(job: QueuedRun) -> str:
@@ -254,7 +254,7 @@ def _id(job: QueuedRun) -> str:
     return f"{own['namespace']}/{_RESOURCES[own['kind']]}/{name_of(job)}"
 
 
-def submit(request: Request) -> str:
+def submit(request: LaunchRequest) -> str:
     """Write the manifest, create its objects and return the job's id.
 
     The job owns the other objects: they end with it. If one of them is refused, the job is deleted.

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ortlaunch.errors import LaunchError, MissingDependency
-from ortlaunch.launch import JobState, Request
+from ortlaunch.launch import JobState, LaunchRequest
 from ortlaunch.rank import JOB_VARIABLE
 from ortlaunch.schedulers import QueuedRun, QueueState, run_command
 
@@ -44,9 +44,9 @@ _STATES = {
 }  # fmt: skip
 
 
-def request(job: QueuedRun) -> Request:
+def request(job: QueuedRun) -> LaunchRequest:
     """Return the sbatch command, with the script in the run folder."""
-    return Request(
+    return LaunchRequest(
         ("sbatch", "--parsable", str(job.run.job_script)),
         files=((str(job.run.job_script), script(job)),),
     )
@@ -185,7 +185,7 @@ def require_sbatch() -> None:
         )
 
 
-def submit(request: Request) -> str:
+def submit(request: LaunchRequest) -> str:
     """Write the script, queue it and return the job's id."""
     require_sbatch()
     request.write_files()

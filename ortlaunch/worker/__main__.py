@@ -8,8 +8,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from ortlaunch.errors import FileError, InputError, LaunchError, printable
-from ortlaunch.file_errors import of_ours
+from ortlaunch.errors import FileError, InputError, LaunchError, escape_control_characters
+from ortlaunch.file_errors import explain_errors_of_own_files
 from ortlaunch.launch_plan import Plan
 from ortlaunch.rank import Rank
 from ortlaunch.run_folder.folder import RunDir
@@ -34,10 +34,12 @@ def main() -> int:
             raise LaunchError(
                 f"no {run.plan} on this host; is the run folder on a disk that all hosts share?"
             )
-        with of_ours(run.path):
-            return watch(rank, run, of_ours(run.path)(functools.partial(live, run, rank)))
+        with explain_errors_of_own_files(run.path):
+            return watch(
+                rank, run, explain_errors_of_own_files(run.path)(functools.partial(live, run, rank))
+            )
     except (InputError, LaunchError, FileError) as error:
-        print(f"ortlaunch: {printable(str(error))}", file=sys.stderr)
+        print(f"ortlaunch: {escape_control_characters(str(error))}", file=sys.stderr)
         return error.exit_status
 
 
@@ -58,12 +60,12 @@ def live(run: RunDir, rank: Rank, watchdog: Watchdog) -> int:
 
     # Here, so that supervisor and logs exist before pydantic is loaded.
     from ortlaunch.recipe import parse_resolved
-    from ortlaunch.user_modules import make_importable
+    from ortlaunch.user_modules import add_factory_folders_to_path
 
     texts = [path.read_text(encoding="utf-8") for path in (run.recipe, run.plan)]
     recipe = parse_resolved(texts[0])
     plan = Plan.from_json(texts[1])
-    make_importable(recipe, Path(plan.modules))
+    add_factory_folders_to_path(recipe, Path(plan.modules))
     watchdog.apply_setting(recipe.train.stall_seconds)
     # ortlaunch's own torchrun has no such port.
     if not plan.started_by.is_ours:

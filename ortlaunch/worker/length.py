@@ -8,7 +8,7 @@ from ortlaunch.errors import InputError
 from ortlaunch.json_types import Json
 from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.recipe import Recipe
-from ortlaunch.run_folder.folder import RunDir, read_json, write_json
+from ortlaunch.run_folder.folder import RunDir, read_own_json, write_json_atomically
 from ortlaunch.worker.checkpoint import CompleteCheckpoint
 from ortlaunch.worker.data.left_out import samples_trained_on
 from ortlaunch.worker.data.streams.samples import ENDLESS
@@ -65,7 +65,7 @@ def with_steps(
         steps = max(1, done, done + math.ceil(round(left, 6)))
     if group.rank == 0:
         length = {"epochs": epochs, "samples": begun["samples"], "max_steps": steps}
-        write_json(run.steps, {**length, **intervals})
+        write_json_atomically(run.steps, {**length, **intervals})
         if begun["samples"] != samples:
             print(f"the data has {samples:,} samples, and had {begun['samples']:,} when this run "
                 f"began; the run keeps its {steps:,} steps", flush=True)  # fmt: skip
@@ -84,7 +84,7 @@ def _begun(run: RunDir, epochs: float | None) -> Json | None:
     # Without a complete checkpoint the run starts from the beginning.
     if not run.steps.exists() or not run.complete_checkpoints():
         return None
-    found: Json = read_json(run.steps)
+    found: Json = read_own_json(run.steps)
     return found if found["epochs"] == epochs else None
 
 

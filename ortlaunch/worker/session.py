@@ -15,8 +15,8 @@ from ortlaunch.errors import InputError
 from ortlaunch.launch_plan import Plan
 from ortlaunch.planning.process_memory import record_process_memory
 from ortlaunch.recipe import Recipe
-from ortlaunch.run_folder.folder import RunDir, read_json
-from ortlaunch.run_folder.origin import is_same_data
+from ortlaunch.run_folder.folder import RunDir, read_own_json
+from ortlaunch.run_folder.origin import may_be_same_data
 from ortlaunch.worker.checkpoint import CompleteCheckpoint, choose, explain
 from ortlaunch.worker.data import Batches, LoadedData, load_data, reader, stack_of
 from ortlaunch.worker.data.identity import identity as of_data
@@ -82,7 +82,7 @@ def require_same_data(
     for rank, each in enumerate(of_ranks):
         if each == first or (
             {**each, "fingerprint": None} == {**first, "fingerprint": None}
-            and is_same_data(each["fingerprint"], first["fingerprint"])
+            and may_be_same_data(each["fingerprint"], first["fingerprint"])
         ):
             continue
         if not recipe.data.is_custom:
@@ -161,7 +161,7 @@ def build_session(
         notes = loading_notes(model.loaded)
         engine.notes = tuple(note for note in engine.notes if note not in notes)
     if run.choice.exists():
-        engine.record.engine = replace(engine.record.engine, **read_json(run.choice))
+        engine.record.engine = replace(engine.record.engine, **read_own_json(run.choice))
     # An export has freed its copies of the model.
     give_back_freed_memory()
     return Session(

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from ortlaunch.launch_plan import Plan
-from ortlaunch.run_folder.folder import RunDir, read_json
-from ortlaunch.run_folder.lines import json_lines
+from ortlaunch.run_folder.folder import RunDir, read_own_json
+from ortlaunch.run_folder.lines import read_json_lines
 from tests.cluster.home import RECIPE, Home
 from tests.cluster.lab import LOGIN
 from tests.e2e.runs import COMMAND, merged, reach
@@ -60,22 +60,24 @@ def test_trials_are_jobs(home: Home) -> None:
     )
     try:
         reach(runs[0], 2, first)
-        home.lab.run(LOGIN, "scancel", "--signal=USR1", read_json(runs[0].job)["id"])
+        home.lab.run(LOGIN, "scancel", "--signal=USR1", read_own_json(runs[0].job)["id"])
     finally:
         first.kill()
         first.communicate()
     printed = home.well("sweep", "recipe.yaml", "--run-dir=swept", timeout=200)
     found = states(home)
     assert (found[0], found[2]) == ("complete", "pruned"), printed
-    jobs = [read_json(run.job) for run in runs]
+    jobs = [read_own_json(run.job) for run in runs]
     assert [one["backend"] for one in jobs] == ["slurm"] * 3
     assert listed_jobs(home) - earlier == {one["id"] for one in jobs}
     record = home.lab.run(LOGIN, "scontrol", "show", "job", jobs[0]["id"]).stdout
     assert "Restarts=1" in record
-    steps = [row["step"] for row in json_lines(runs[0].metrics, "step").found if "loss" in row]
+    steps = [
+        row["step"] for row in read_json_lines(runs[0].metrics, "step").values if "loss" in row
+    ]
     assert steps == [*range(1, 21)]
     # The requested stop reached the ranks of the pruned job.
-    assert runs[2].stopped_by_user()
+    assert runs[2].was_stopped_by_user()
 
 
 def test_trials_share_hosts(home: Home) -> None:

@@ -15,6 +15,6 @@ __all__ = ["ortlaunch"]
 @pytest.fixture
 def box(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine without GPUs, with four cores, that is called box."""
-    monkeypatch.setattr(machine, "visible_gpus", lambda environ: int(environ.get("GPUS", "0")))
-    monkeypatch.setattr(machine, "cores", lambda: 4)
+    monkeypatch.setattr(machine, "visible_gpu_count", lambda environ: int(environ.get("GPUS", "0")))
+    monkeypatch.setattr(machine, "usable_core_count", lambda: 4)
     monkeypatch.setattr(socket, "gethostname", lambda: "box.example.com")

@@ -235,18 +235,18 @@ def test_a_busy_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         try:
             # On a machine that others keep busy, the process may need some time to be visible.
             deadline = time.monotonic() + 20
-            while not any(f"({busy.pid}): " in line for line in machine.others_at_work()):
+            while not any(f"({busy.pid}): " in line for line in machine.busy_processes()):
                 assert time.monotonic() < deadline
         finally:
             busy.kill()
     said: list[str] = []
-    monkeypatch.setattr(machine, "others_at_work", list)
+    monkeypatch.setattr(machine, "busy_processes", list)
     measure._report_busy(said.append, (0.0, 0.0, 0.0))
     # No other process and no load: no warning.
     assert said == []
     measure._report_busy(said.append, (1000.0, 0.0, 0.0))
     assert said[0].startswith("WARNING: this machine is busy (load 1000.0 on ")
-    monkeypatch.setattr(machine, "others_at_work", lambda: ["python (12468): 32% of a core"] * 9)
+    monkeypatch.setattr(machine, "busy_processes", lambda: ["python (12468): 32% of a core"] * 9)
     measure._report_busy(said.append, (10.0, 0.0, 0.0))
     assert max(map(len, said[1].splitlines())) <= 100
 
@@ -263,11 +263,11 @@ def test_a_job_that_works_while_it_waits_is_told() -> None:
 
 def test_hardware_names_processor_and_cores() -> None:
     """The hardware for the key and bench.json has processor, cores and GPUs."""
-    found = machine.hardware()
+    found = machine.hardware_record()
     assert (found["cores"] > 0, bool(found["processor"]), found["gpus"]) == (
         True,
         True,
-        machine._gpus(),
+        machine._gpu_models(),
     )
     # It can be written as JSON.
     json.dumps(found)

@@ -12,8 +12,16 @@ from pathlib import Path
 import pytest
 
 from ortlaunch.cause import Cause, Failure
-from ortlaunch.run_folder.cause_text import advice, sentence, verdict
-from ortlaunch.run_folder.library_messages import cause_in, crash_in, lost_a_peer
+from ortlaunch.run_folder.cause_text import (
+    advice_for_failure,
+    command_end_sentence,
+    diagnosis_verdict,
+)
+from ortlaunch.run_folder.library_messages import (
+    is_lost_peer_message,
+    match_cause_in_text,
+    native_crash_cause,
+)
 from ortlaunch.run_folder.records import from_json
 
 PACKAGE = Path(__file__).parents[2] / "ortlaunch"
@@ -56,7 +64,11 @@ def failures() -> Iterator[Failure]:
 
 def rendered() -> set[str]:
     """Return every sentence, verdict and advice of all causes."""
-    return {text for each in failures() for text in (sentence(each), verdict(each), *advice(each))}
+    return {
+        text
+        for each in failures()
+        for text in (command_end_sentence(each), diagnosis_verdict(each), *advice_for_failure(each))
+    }
 
 
 @functools.cache
@@ -129,9 +141,9 @@ def modules() -> list[Path]:
 def test_every_cause_has_words() -> None:
     """Every cause has a sentence and a verdict, and all placeholders are filled in."""
     for each in failures():
-        assert sentence(each).strip()
-        assert verdict(each).strip()
-        assert "{" not in sentence(each) + verdict(each)
+        assert command_end_sentence(each).strip()
+        assert diagnosis_verdict(each).strip()
+        assert "{" not in command_end_sentence(each) + diagnosis_verdict(each)
 
 
 def test_a_cause_of_another_version_is_unknown() -> None:
@@ -223,7 +235,7 @@ def test_nobody_matches_another_modules_message() -> None:
 )
 def test_messages_of_libraries(text: str, cause: Cause, line: str) -> None:
     """A message of a library gives the cause and the line that shows it."""
-    found = cause_in(text)
+    found = match_cause_in_text(text)
     assert found is not None
     assert (found[0], found[1].startswith(line)) == (cause, True)
 
@@ -241,12 +253,12 @@ def test_the_stack_of_a_crash_tells_whose_it_is(frame: str, expected: tuple[Caus
         "what(): y\nFatal Python error: Segmentation fault\n\nCurrent thread 0x1 (most recent call "
         f'first):\n  File "{frame}", line 9 in run_backward\n  File "loop.py", line 3 in main\n'
     )
-    assert crash_in(log) == expected
-    assert crash_in("nothing") == (Cause.CRASH, "")
+    assert native_crash_cause(log) == expected
+    assert native_crash_cause("nothing") == (Cause.CRASH, "")
 
 
 def test_other_messages_tell_no_cause() -> None:
     """The user's own exception gives no cause; a closed connection means a lost peer."""
-    assert cause_in("ValueError: planted") is None
-    assert lost_a_peer("RuntimeError: [../gloo/x] Connection closed by peer")
-    assert not lost_a_peer("ValueError: planted")
+    assert match_cause_in_text("ValueError: planted") is None
+    assert is_lost_peer_message("RuntimeError: [../gloo/x] Connection closed by peer")
+    assert not is_lost_peer_message("ValueError: planted")

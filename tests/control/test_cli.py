@@ -227,7 +227,7 @@ def test_a_big_recipe_on_a_login_node(
     name: str, ortlaunch: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a local GPU the error suggests launch.device=cuda, and with it the plan succeeds."""
-    monkeypatch.setattr(machine, "visible_gpus", lambda environ: 0)
+    monkeypatch.setattr(machine, "visible_gpu_count", lambda environ: 0)
     path = str(ROOT / "recipes" / f"{name}.yaml")
     assert (
         "use launch.device=cuda if the run's hosts have GPUs, else precision: fp32"
@@ -362,7 +362,9 @@ def test_steps_to_profile(ortlaunch: Run) -> None:
 def test_parity_is_a_task_of_its_own(ortlaunch: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """`parity` sets only the number of steps, by default 3, and refuses engines eager and auto."""
     asked: list[ResolvedRun] = []
-    monkeypatch.setattr(control, "train", lambda resolved, *_: asked.append(resolved) or 0)
+    monkeypatch.setattr(
+        control, "run_training_command", lambda resolved, *_: asked.append(resolved) or 0
+    )
     for arguments, steps in (([], 3), (["--steps", "5"], 5)):
         assert ortlaunch("parity", "good.yaml", "engine.name=inductor", *arguments) == Ended(
             0, "", ""
@@ -387,7 +389,7 @@ def test_parity_is_a_task_of_its_own(ortlaunch: Run, monkeypatch: pytest.MonkeyP
 def test_status_of_a_run_that_failed(options: list[str], status: int, ortlaunch: Run) -> None:
     """`status` prints the verdict of train, or JSON; only --wait returns the run's exit status."""
     with JobFile(RunDir("run"), "local") as file:
-        file.end(7, "ortlaunch: rank 0 failed")
+        file.record_end(7, "ortlaunch: rank 0 failed")
     ended = ortlaunch("status", "run", *options)
     assert (ended.status, ended.err) == (status, "")
     if "--json" in options:

@@ -18,13 +18,18 @@ from ortlaunch.diagnose import memory as diagnose_memory
 from ortlaunch.diagnose.report import diagnose, with_verdict
 from ortlaunch.errors import InputError
 from ortlaunch.launch import JobState
-from ortlaunch.launch.failure import End, first_failure
+from ortlaunch.launch.failure import RunEnd, first_error_record
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.launch_plan import USUAL_PROCESS
 from ortlaunch.recipe import to_yaml
-from ortlaunch.run_folder.cause_text import OURS, sentence
-from ortlaunch.run_folder.folder import COMPLETE, RunDir, write_json, write_text
-from ortlaunch.units import shortened
+from ortlaunch.run_folder.cause_text import COMMAND_PREFIX, command_end_sentence
+from ortlaunch.run_folder.folder import (
+    COMPLETE,
+    RunDir,
+    write_json_atomically,
+    write_text_atomically,
+)
+from ortlaunch.units import shorten_line
 from tests.makers import bert, host, plan, recipe
 
 GiB = 1 << 30
@@ -40,20 +45,20 @@ def made(folder: Path, made_recipe: Any = None, **ranks: Any) -> RunDir:
     """
     run = RunDir(folder / "run")
     chosen = made_recipe or recipe()
-    write_text(run.plan, plan(chosen, [host("a", 2)], "torchrun").to_json())
-    write_text(run.recipe, to_yaml(chosen))
-    write_text(run.request, "")
+    write_text_atomically(run.plan, plan(chosen, [host("a", 2)], "torchrun").to_json())
+    write_text_atomically(run.recipe, to_yaml(chosen))
+    write_text_atomically(run.request, "")
     for rank in range(2):
-        write_text(run.log(rank, "err"), "first\nlast words\n")
+        write_text_atomically(run.rank_log_path(rank, "err"), "first\nlast words\n")
     text = ranks.pop("text", FIRST)
     if ranks:
         account = {"rank": 1, "host": "a", "exit_status": 1, "signal": None, "type": "Signal", "message": "",
                    "traceback": "", "summary": "rank 1 on host a failed", "secondary": False, "time": 2.0,
                    "cause": "raised", "detail": "x"}  # fmt: skip
-        write_json(run.error(1), {**account, **ranks})
+        write_json_atomically(run.rank_error_path(1), {**account, **ranks})
         # Rank 0 has the earlier time, but it failed only because it lost rank 1 (secondary).
-        write_json(
-            run.error(0),
+        write_json_atomically(
+            run.rank_error_path(0),
             {**account, "rank": 0, "secondary": True, "time": 1.0, "type": "RuntimeError"},
         )
     ended(run, text, ranks.get("exit_status", 1))
@@ -67,7 +72,7 @@ def ended(
     state: JobState = JobState.FAILED,
     failure: Failure | None = None,
 ) -> None:
-    job = JobRecord.of_this_process("torchrun", JobState.RUNNING).at_end(
+    job = JobRecord.for_this_process("torchrun", JobState.RUNNING).ended_record(
         state, status, text, failure
     )
     job.write(run)
@@ -134,8 +139,8 @@ def test_a_crash_of_onnx_runtime_offers_eager(saved: bool, tmp_path: Path) -> No
     """The advice has the other engine, and where the run goes on."""
     run = made(tmp_path, cause="graph-crash", signal=8)
     if saved:
-        run.checkpoint(7).mkdir(parents=True)
-        (run.checkpoint(7) / COMPLETE).touch()
+        run.checkpoint_folder(7).mkdir(parents=True)
+        (run.checkpoint_folder(7) / COMPLETE).touch()
     advice = diagnose(run).advice[0]
     assert advice.startswith("engine.name=eager trains in PyTorch")
     assert ("after step 7" in advice, "no checkpoint yet" in advice) == (saved, not saved)
@@ -191,7 +196,7 @@ def test_ends_of_which_no_rank_tells(kind: str, tmp_path: Path) -> None:
     """The verdict is the failure that the command recorded, in the same sentence."""
     run = made(tmp_path)
     ended(run, "x", failure=ENDS[kind])
-    assert (diagnose(run).kind, diagnose(run).verdict) == (kind, sentence(ENDS[kind]))
+    assert (diagnose(run).kind, diagnose(run).verdict) == (kind, command_end_sentence(ENDS[kind]))
 
 
 def test_processes_that_the_kernel_ended(tmp_path: Path) -> None:
@@ -268,9 +273,9 @@ def test_train_says_the_verdict_before_its_last_line(tmp_path: Path) -> None:
     run = made(
         tmp_path, cause="index-out-of-range", detail="IndexError: Target 7 is out of bounds."
     )
-    end = End(
+    end = RunEnd(
         1,
-        FIRST.removeprefix(OURS),
+        FIRST.removeprefix(COMMAND_PREFIX),
         Failure(Cause.INDEX_OUT_OF_RANGE),
         "Traceback\nIndexError: Target 7\n\n",
     )
@@ -282,7 +287,7 @@ def test_train_says_the_verdict_before_its_last_line(tmp_path: Path) -> None:
     assert lines[3].startswith("try: compare the labels")
     assert lines[-1] == FIRST
     stopped = made(tmp_path / "other", text="x")
-    by_signal = End.of(143, Failure(Cause.STOPPED, "stopped by SIGTERM"))
+    by_signal = RunEnd.from_failure(143, Failure(Cause.STOPPED, "stopped by SIGTERM"))
     assert with_verdict(stopped, by_signal) == "ortlaunch: stopped by SIGTERM"
 
 
@@ -292,7 +297,7 @@ def test_a_message_is_printed_once(kind: str, tmp_path: Path) -> None:
     message = f"{NAN}\nThe run ends here."
     run = made(tmp_path, cause=kind, detail=NAN)
     lines = with_verdict(
-        run, End(1, "rank 1 failed", Failure(Cause(kind)), f"{message}\n\n")
+        run, RunEnd(1, "rank 1 failed", Failure(Cause(kind)), f"{message}\n\n")
     ).splitlines()
     assert lines[0] == f"verdict: {NAN}"
     assert lines[1:2] == message.splitlines()[1:]
@@ -304,13 +309,17 @@ def test_numbers_beside_the_verdict(tmp_path: Path) -> None:
     run = made(tmp_path, type="ValueError", message="x")
     lines = [{"step": step, "loss": 2.0, "skipped_steps": step} for step in (1, 5, 9)]
     # The last line is cut, as after a kill in the middle of a write.
-    write_text(run.metrics, "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 10, "lo')
-    write_text(
+    write_text_atomically(
+        run.metrics, "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 10, "lo'
+    )
+    write_text_atomically(
         run.bad_steps,
         json.dumps({"step": 4, "action": "skip", "message": "step 4: the loss is nan\nw"}) + "\n",
     )
-    write_text(run.saves, json.dumps({"step": 8, "seconds": 1.0, "error": "full"}) + "\n")
-    write_text(run.errors / "nccl_trace_rank_0", "x")
+    write_text_atomically(
+        run.saves, json.dumps({"step": 8, "seconds": 1.0, "error": "full"}) + "\n"
+    )
+    write_text_atomically(run.errors / "nccl_trace_rank_0", "x")
     said = "\n".join(diagnose(run).evidence)
     assert "the last logged step is 9, loss 2" in said
     assert "fp16 skipped 8 of the last 8 steps" in said
@@ -335,7 +344,7 @@ def test_a_long_verdict_is_cut_at_a_word(tmp_path: Path) -> None:
     assert found.verdict.endswith(" words ...")
     assert "planted words" in found.verdict
     # A word that is longer than the line, as a path, is cut where it must be.
-    assert shortened("/a/" * 9, 12) == "/a//a//a ..."
+    assert shorten_line("/a/" * 9, 12) == "/a//a//a ..."
 
 
 def test_a_long_message_is_printed_once(tmp_path: Path) -> None:
@@ -343,7 +352,7 @@ def test_a_long_message_is_printed_once(tmp_path: Path) -> None:
     message = f"cannot run: {'word ' * 120}end"
     for detail, text in ((f"EngineError: {message}", f"{message}\nTry eager"), (message, message)):
         run = made(tmp_path / detail[:3], cause="raised", detail=detail)
-        lines = with_verdict(run, End(1, "rank 1 failed", None, f"{text}\n\n")).splitlines()
+        lines = with_verdict(run, RunEnd(1, "rank 1 failed", None, f"{text}\n\n")).splitlines()
         assert lines[: len(text.splitlines())] == f"verdict: {text}".splitlines()
         assert "\n".join(lines).count("cannot run") == 1
 
@@ -354,7 +363,7 @@ def test_a_run_that_goes_on_and_one_that_ended_well(tmp_path: Path) -> None:
     ended(run, "done: run, in 0:09\nto continue: ortlaunch train x.yaml", 0, JobState.SUCCEEDED)
     assert diagnose(run).kind == "ended-well"
     assert "  last message of the command: done: run, in 0:09" in diagnose(run).evidence
-    replace(JobRecord.of_this_process("torchrun", JobState.RUNNING)).write(run)
+    replace(JobRecord.for_this_process("torchrun", JobState.RUNNING)).write(run)
     assert diagnose(run).kind == "running"
     with pytest.raises(InputError):
         diagnose(RunDir(tmp_path / "nothing"))
@@ -383,7 +392,7 @@ def test_a_stop_is_the_cause_where_the_command_says_so(tmp_path: Path) -> None:
     stop = Failure(Cause.STOPPED, detail, 1, "a")
     ended(run, "x", 85, failure=stop)
     assert (diagnose(run).kind, diagnose(run).verdict) == ("stopped", f"rank 1 on host a {detail}")
-    assert with_verdict(run, End(85, "rank 1 failed", stop)) == "ortlaunch: rank 1 failed"
+    assert with_verdict(run, RunEnd(85, "rank 1 failed", stop)) == "ortlaunch: rank 1 failed"
     ended(run, "x", 137, failure=Failure(Cause.RANK_VANISHED, who="rank 0 on host a"))
     assert diagnose(run).kind == "rank-vanished"
 
@@ -391,11 +400,12 @@ def test_a_stop_is_the_cause_where_the_command_says_so(tmp_path: Path) -> None:
 def test_ranks_of_two_hosts_are_ordered_as_the_command_orders_them(tmp_path: Path) -> None:
     """The record that counted no earlier ones is the cause, also if its host's clock is late."""
     run = made(tmp_path, type="ValueError", summary="rank 1 failed", time=9.0, after=0)
-    earlier = json.loads(run.error(1).read_text())
-    write_json(
-        run.error(0), {**earlier, "rank": 0, "summary": "rank 0 failed", "time": 1.0, "after": 1}
+    earlier = json.loads(run.rank_error_path(1).read_text())
+    write_json_atomically(
+        run.rank_error_path(0),
+        {**earlier, "rank": 0, "summary": "rank 0 failed", "time": 1.0, "after": 1},
     )
-    first = first_failure(run)
+    first = first_error_record(run)
     assert first is not None
     assert first["rank"] == 1
     assert evidence.read(run, "failed", 1, "", None).first["rank"] == 1

@@ -53,7 +53,7 @@ def test_the_smoke_runs_on_a_gpu_can_be_planned(
 ) -> None:
     """All smoke runs can be planned on one GPU, except settings that engine ort refuses."""
     smoke.write_inputs(tmp_path)
-    monkeypatch.setattr(machine, "visible_gpus", lambda environ: 1)
+    monkeypatch.setattr(machine, "visible_gpu_count", lambda environ: 1)
     refused = {}
     cells = list(smoke.commands("cuda"))
     assert len(cells) == 27 + 4
@@ -79,7 +79,7 @@ def test_the_runs_of_single_functions_on_a_gpu_can_be_planned(
 ) -> None:
     """Runs with long sequences, offload, worker processes and dropout have valid settings."""
     smoke.write_inputs(tmp_path)
-    monkeypatch.setattr(machine, "visible_gpus", lambda environ: 1)
+    monkeypatch.setattr(machine, "visible_gpu_count", lambda environ: 1)
     trainings = [
         words
         for _, runs, _ in functions.commands("cuda")

@@ -37,16 +37,16 @@ def test_the_kernels_count_of_kills_for_memory(
 ) -> None:
     """The count comes from this process's own group, also in a container, where it is the root."""
     kernel.cgroup.write_text(groups)
-    assert machine.oom_kills() is None
+    assert machine.out_of_memory_kill_count() is None
     path = kernel.groups / file
     path.parent.mkdir(parents=True)
     path.write_text(text.format(3))
-    assert machine.oom_kills() == 3
+    assert machine.out_of_memory_kill_count() == 3
 
 
 def groups() -> list[int]:
     """Return the free bytes of every control group that limits this process."""
-    return [limit.free for limit in machine.memory_limits()[1:]]
+    return [limit.free_bytes for limit in machine.memory_limits()[1:]]
 
 
 def test_version_2_and_every_group_above(kernel: KernelFiles) -> None:
@@ -92,22 +92,25 @@ def test_the_tightest_limit_is_a_group_above(
     kernel.memory(folder, version, 2 * GiB, GiB // 2)
     kernel.process_in(line)
     found = machine.MemoryLimit(f"control group {kernel.groups / folder}", 2 * GiB, 3 * GiB // 2)
-    assert (machine.tightest_limit(), machine.tightest_free()) == (found, found)
+    assert (machine.smallest_memory_limit(), machine.memory_limit_with_least_free()) == (
+        found,
+        found,
+    )
 
 
 def test_a_busy_machine_leaves_less_than_a_group(kernel: KernelFiles) -> None:
     """The smallest limit and the limit with the least free memory can differ."""
     kernel.memory("job", 2, 20 * GiB, 0)
     kernel.process_in("0::/job")
-    assert machine.tightest_limit().size == 20 * GiB
-    assert machine.tightest_free() == machine.MemoryLimit(
+    assert machine.smallest_memory_limit().total_bytes == 20 * GiB
+    assert machine.memory_limit_with_least_free() == machine.MemoryLimit(
         "the memory of this machine", 24 * GiB, 16 * GiB
     )
 
 
 def test_a_machine_without_control_groups(kernel: KernelFiles) -> None:
     """Without control groups the memory of the machine is the only limit."""
-    assert [limit.size for limit in machine.memory_limits()] == [24 * GiB]
+    assert [limit.total_bytes for limit in machine.memory_limits()] == [24 * GiB]
 
 
 # (device files, CUDA_VISIBLE_DEVICES, GPUs that CUDA shows)
@@ -148,7 +151,7 @@ def test_visible_gpus(
         (tmp_path / name).touch()
     monkeypatch.setattr(machine, "DEVICES", tmp_path)
     environ = {} if chosen is None else {"CUDA_VISIBLE_DEVICES": chosen}
-    assert machine.visible_gpus(environ) == visible
+    assert machine.visible_gpu_count(environ) == visible
 
 
 @pytest.mark.parametrize(
@@ -187,7 +190,7 @@ def test_cores_are_what_a_control_group_gives_time_for(
         path = kernel.groups / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    assert machine.cores() == cores
+    assert machine.usable_core_count() == cores
 
 
 @pytest.mark.parametrize(("age", "pid", "found"), [(1, 77, True), (1, 7, False), (3600, 77, False)])
@@ -200,6 +203,6 @@ def test_the_kernels_log_names_who_was_ended_for_memory(
     # A process number is reused: an old line can be about an earlier process.
     log.write_text(f"3,1,{int((time.monotonic() - age) * 1e6)},-;{said}\n SUBSYSTEM=memory\n")
     monkeypatch.setattr(machine, "KERNEL_LOG", log)
-    assert machine.memory_kill_in_log(pid) == (said if found else None)
+    assert machine.out_of_memory_message_of_process(pid) == (said if found else None)
     monkeypatch.setattr(machine, "KERNEL_LOG", tmp_path / "absent")
-    assert machine.memory_kill_in_log(pid) is None
+    assert machine.out_of_memory_message_of_process(pid) is None

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from ortlaunch.launch import Request
+from ortlaunch.launch import LaunchRequest
 from ortlaunch.launch_plan import Plan
 from ortlaunch.launchers import LAUNCHERS, Launcher
 from ortlaunch.planning.describe import describe
@@ -28,7 +28,7 @@ def test_a_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         recipe(launch={"launcher": "pigeon"})
     sent: Any = SimpleNamespace(
         check=lambda nodes, run: None,
-        request=lambda planned, run: Request(
+        request=lambda planned, run: LaunchRequest(
             ("pigeonrun", str(planned.world_size), *planned.argv, str(run))
         ),
     )

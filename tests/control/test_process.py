@@ -9,16 +9,27 @@ from pathlib import Path
 
 import pytest
 
-from ortlaunch.process import Process, all_processes, descendants_of, family, heeded, read_stat
+from ortlaunch.process import (
+    Process,
+    all_processes,
+    iterate_process_tree,
+    living_descendants,
+    read_stat,
+    signals_to_handle,
+)
 
 
 def test_a_process_is_more_than_its_id() -> None:
     """A process id with another start time is another process, and a zombie has ended."""
-    me = Process.this()
-    assert (me.lives(), me._replace(began="then 1").lives(), me.is_here) == (True, False, True)
+    me = Process.identity_of_this_process()
+    assert (me.is_alive(), me._replace(began="then 1").is_alive(), me.is_here) == (
+        True,
+        False,
+        True,
+    )
     child = subprocess.Popen(["true"])
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert not Process.of(child.pid).lives()
+    assert not Process.identity_of_pid(child.pid).is_alive()
     child.wait()
     assert read_stat(child.pid) is None
 
@@ -35,8 +46,8 @@ def test_the_kernels_file_of_a_process(tmp_path: Path) -> None:
                 assert stat is not None
             assert (stat.pid, stat.parent, stat.has_ended) == (child.pid, os.getpid(), False)
             assert stat.started in {one.started for one in all_processes() if one.pid == child.pid}
-            assert child.pid in family(os.getpid())
-            assert child.pid in descendants_of(os.getpid())
+            assert child.pid in iterate_process_tree(os.getpid())
+            assert child.pid in living_descendants(os.getpid())
         finally:
             child.kill()
 
@@ -46,7 +57,7 @@ def test_nohup_is_heeded(handler: signal.Handlers, expected: bool) -> None:
     """A hang-up that is ignored when the command begins stays ignored."""
     before = signal.signal(signal.SIGHUP, handler)
     try:
-        assert (signal.SIGHUP in heeded((signal.SIGTERM, signal.SIGHUP))) == expected
-        assert signal.SIGTERM in heeded((signal.SIGTERM,))
+        assert (signal.SIGHUP in signals_to_handle((signal.SIGTERM, signal.SIGHUP))) == expected
+        assert signal.SIGTERM in signals_to_handle((signal.SIGTERM,))
     finally:
         signal.signal(signal.SIGHUP, before)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ortlaunch.rank import VARIABLES, Rank, detect, explain
+from ortlaunch.rank import VARIABLES, Rank, detect_rank_and_launcher, explain_rank_variables
 from tests.control.environments import (
     AZURE,
     DEEPSPEED,
@@ -44,7 +44,7 @@ SLURM_RANK = Rank(5, 7, 1, 2)  # of the environment SLURM
 )
 def test_one_launcher(env: Env, rank: Rank, launcher: str) -> None:
     """Each launcher's set gives its rank and its name."""
-    assert detect(env) == (rank, launcher)
+    assert detect_rank_and_launcher(env) == (rank, launcher)
     assert Rank.from_environ(env) == rank
 
 
@@ -65,7 +65,7 @@ def test_one_launcher(env: Env, rank: Rank, launcher: str) -> None:
 )
 def test_no_launcher(env: Env) -> None:
     """Addresses, node numbers, batch scripts and interactive steps give a world of one rank."""
-    assert detect(env) is None
+    assert detect_rank_and_launcher(env) is None
     assert Rank.from_environ(env) == Rank(0, 1, 0, 1)
 
 
@@ -83,7 +83,7 @@ def test_no_launcher(env: Env) -> None:
 )
 def test_slurm_layouts(changes: dict[str, str | None], rank: Rank) -> None:
     """The local size comes from this node's entry of the layout; step variables win."""
-    assert detect(but(SLURM, **changes)) == (rank, "Slurm")
+    assert detect_rank_and_launcher(but(SLURM, **changes)) == (rank, "Slurm")
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_nested_launchers(env: Env, launcher: str) -> None:
     """The innermost launcher wins: torchrun before MPI, and MPI before the Slurm step."""
     inner = {"Open MPI": OPEN_MPI, "torchrun": TORCHRUN, "MVAPICH": MVAPICH}
     own = inner.get(launcher, PALS if "PALS_RANKID" in env else HYDRA)
-    assert detect(env) == (Rank.from_environ(own), launcher)
+    assert detect_rank_and_launcher(env) == (Rank.from_environ(own), launcher)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,10 @@ def test_copied_into_torch(outer: Env, launcher: str) -> None:
     """Copies of a launcher's set in torch's variables change neither rank nor launcher name."""
     rank = Rank.from_environ(outer)
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    assert detect({**outer, **dict(zip(names, map(str, rank)))}) == (rank, launcher)
+    assert detect_rank_and_launcher({**outer, **dict(zip(names, map(str, rank)))}) == (
+        rank,
+        launcher,
+    )
 
 
 @pytest.mark.parametrize(
@@ -137,7 +140,7 @@ def test_pmi_beside_a_complete_set(env: Env, rank: Rank, launcher: str) -> None:
 
     `srun --mpi=pmi2` leaves such a set.
     """
-    assert detect(env) == (rank, launcher)
+    assert detect_rank_and_launcher(env) == (rank, launcher)
 
 
 READ_OPEN_MPI = (
@@ -200,14 +203,14 @@ READ_OPEN_MPI = (
 )
 def test_explain(env: Env, lines: list[str]) -> None:
     """`explain` prints a line for each launcher, then the used launcher or the error."""
-    assert explain(env).split("\n") == lines
+    assert explain_rank_variables(env).split("\n") == lines
 
 
 def test_explain_wrong_value() -> None:
     """`explain` prints an invalid value instead of raising, because it is used to find it."""
     wrong = "OMPI_COMM_WORLD_RANK='x' is not a whole number of 0 or more; unset it or start again"
     read = READ_OPEN_MPI.replace("WORLD_RANK=1", "WORLD_RANK=x")
-    lines = explain(but(OPEN_MPI, OMPI_COMM_WORLD_RANK="x")).split("\n")
+    lines = explain_rank_variables(but(OPEN_MPI, OMPI_COMM_WORLD_RANK="x")).split("\n")
     assert lines == [f"Open MPI: unusable, {wrong}; {read}", f"error: {wrong}"]
 
 
@@ -216,14 +219,19 @@ def test_explain_wrong_value() -> None:
 )
 def test_variables_are_all_that_is_read(env: Env) -> None:
     """No launcher is detected without VARIABLES, so removing them gives a clean environment."""
-    assert detect({name: value for name, value in env.items() if name not in VARIABLES}) is None
+    assert (
+        detect_rank_and_launcher(
+            {name: value for name, value in env.items() if name not in VARIABLES}
+        )
+        is None
+    )
 
 
 def test_deepspeeds_launcher_counts_by_another_name() -> None:
     """DeepSpeed's launcher has LOCAL_SIZE in place of LOCAL_WORLD_SIZE, which wins if it is set."""
     env = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}
-    assert detect(env) == (Rank(3, 4, 1, 2), "torchrun")
-    assert detect({**env, "LOCAL_SIZE": "9", "LOCAL_WORLD_SIZE": "2"}) == (
+    assert detect_rank_and_launcher(env) == (Rank(3, 4, 1, 2), "torchrun")
+    assert detect_rank_and_launcher({**env, "LOCAL_SIZE": "9", "LOCAL_WORLD_SIZE": "2"}) == (
         Rank(3, 4, 1, 2),
         "torchrun",
     )

@@ -15,14 +15,20 @@ from ortlaunch.diagnose.report import diagnose
 from ortlaunch.errors import InputError
 from ortlaunch.evaluation_metrics import METRICS
 from ortlaunch.launch import JobState
-from ortlaunch.launch.failure import End
+from ortlaunch.launch.failure import RunEnd
 from ortlaunch.launch.record import Attempt, JobRecord
 from ortlaunch.other_runs.runs_table import runs_table
 from ortlaunch.other_runs.status import read_status
 from ortlaunch.recipe import to_yaml
 from ortlaunch.report import report
 from ortlaunch.report.curves import number, thinned, ticks
-from ortlaunch.run_folder.folder import RunDir, json_text, read_json, write_json, write_text
+from ortlaunch.run_folder.folder import (
+    RunDir,
+    json_text,
+    read_own_json,
+    write_json_atomically,
+    write_text_atomically,
+)
 from ortlaunch.run_folder.profile_record import Profile
 from ortlaunch.run_folder.records import MeasuredMemory, MemoryReport, PlannedMemory
 from ortlaunch.search.parallel import Axis, Picture, TrialLine
@@ -36,24 +42,24 @@ ATTEMPT = Attempt(1, 5.0, 1, Cause.RAISED, "a rank failed", "ValueError", 25, 20
 def made(folder: Path, lines: list[dict[str, Any]], verdict: str = "done", **sections: Any) -> Path:
     """Make the folder of a run that ended, and return it."""
     run = RunDir(folder)
-    write_text(run.recipe, to_yaml(recipe(**sections)))
-    write_text(run.plan, plan(recipe(), [host("a", 2)], "torchrun").to_json())
+    write_text_atomically(run.recipe, to_yaml(recipe(**sections)))
+    write_text_atomically(run.plan, plan(recipe(), [host("a", 2)], "torchrun").to_json())
     # A second start, which resumed after step 20.
     later = Attempt(2, 5.0, 1, Cause.RAISED, "again", "ValueError", 25, 20, 20)
-    job = JobRecord.of_this_process("local", JobState.RUNNING).at_end(
+    job = JobRecord.for_this_process("local", JobState.RUNNING).ended_record(
         JobState.SUCCEEDED, 0, verdict
     )
-    write_json(
+    write_json_atomically(
         run.job, {**asdict(job), "state": "succeeded", "attempts": [asdict(ATTEMPT), asdict(later)]}
     )
-    write_text(run.metrics, "".join(json_text(line) + "\n" for line in lines))
+    write_text_atomically(run.metrics, "".join(json_text(line) + "\n" for line in lines))
     engine = engine_report("ort", onnxruntime=onnxruntime(fallbacks=3, fallback_reasons=[HOSTILE]))
-    write_json(run.engine, engine.to_json())
+    write_json_atomically(run.engine, engine.to_json())
     planned = PlannedMemory(1, 1, 2, 3, 0, 1, 4, 8)
     measured = MeasuredMemory(1, 1, 2, 0, 5, 4, 2048)
-    write_json(run.memory, MemoryReport(planned, measured, "resident bytes", 0, [2048]).__dict__ | {
+    write_json_atomically(run.memory, MemoryReport(planned, measured, "resident bytes", 0, [2048]).__dict__ | {
         "planned": asdict(planned), "measured": asdict(measured)})  # fmt: skip
-    write_text(
+    write_text_atomically(
         run.commands,
         json.dumps({"time": "now", "argv": ["ortlaunch", "train", "HF_TOKEN=secret"]}) + "\n",
     )
@@ -121,9 +127,9 @@ def test_a_failed_run_has_its_cause_and_a_remedy_once(tmp_path: Path) -> None:
     folder = made(tmp_path / "one", steps(3.0))
     detail = "IndexError: Target 7 is out of bounds."
     failure = Failure(Cause.INDEX_OUT_OF_RANGE, detail, 0, "box", status=1)
-    job = read_json(RunDir(folder).job)
+    job = read_own_json(RunDir(folder).job)
     job |= {"state": "failed", "exit_status": 1, "failure": asdict(failure), "verdict": detail}
-    write_json(RunDir(folder).job, job)
+    write_json_atomically(RunDir(folder).job, job)
     text = "".join(page(folder, to=tmp_path / "r.html").itertext())
     assert text.count(detail) == 1
     assert text.index(detail) < text.index("Curves")
@@ -134,8 +140,8 @@ def test_a_pruned_trial_is_no_failure(tmp_path: Path) -> None:
     """A pruned trial is `pruned` everywhere, and nothing advises to continue it."""
     run = RunDir(made(tmp_path / "0001", steps(3.0)))
     detail = "stopped by the pruner of its sweep, saved after step 20 of 40"
-    end = End(85, detail, Failure(Cause.STOPPED, detail), stopped=True)
-    ended = JobRecord.of_this_process("local", JobState.RUNNING).at_end(
+    end = RunEnd(85, detail, Failure(Cause.STOPPED, detail), stopped_on_request=True)
+    ended = JobRecord.for_this_process("local", JobState.RUNNING).ended_record(
         JobState.PREEMPTED, 85, f"{end.text}\nto continue: ortlaunch train x", end.failure
     )
     ended.write(run)
@@ -170,7 +176,9 @@ def test_shares_and_classes(tmp_path: Path) -> None:
     lines = [{"step": 10, "evaluation_loss": 1.0, "evaluation_f1_macro": 1.0}]
     folder = made(tmp_path / "one", [*steps(3.0), *lines])
     counts = [[3, 1, 0], [0, 2, 0], [0, 0, 0]]
-    write_json(RunDir(folder).confusion, {"classes": ["red", HOSTILE, "blue"], "counts": counts})
+    write_json_atomically(
+        RunDir(folder).confusion, {"classes": ["red", HOSTILE, "blue"], "counts": counts}
+    )
     tree = page(folder, to=tmp_path / "r.html")
     (chart,) = [
         each for each in tree.iter("svg") if each.get("aria-label") == "Evaluation f1 macro"
@@ -194,7 +202,7 @@ def test_the_page_has_the_profile(tmp_path: Path) -> None:
     }  # fmt: skip
     kinds = {"operators": 0.5, "waiting": 0.25}
     profile = Profile("ort", [4, 6], 0.5, 0.4, 2e11, 3e10, kinds, [cost])
-    write_json(RunDir(run).profile, asdict(profile))
+    write_json_atomically(RunDir(run).profile, asdict(profile))
     text = "".join(page(run, to=tmp_path / "r.html").itertext())
     for line in (
         "profile of engine ort, steps 4, 6",
@@ -204,7 +212,7 @@ def test_the_page_has_the_profile(tmp_path: Path) -> None:
         f"50.0%  0.2500   2      40%             -             forward  {HOSTILE}  layer.*  m.py:7",
     ):
         assert line in text
-    write_json(RunDir(run).profile, {**asdict(profile), "seconds_without": None})
+    write_json_atomically(RunDir(run).profile, {**asdict(profile), "seconds_without": None})
     text = "".join(page(run, to=tmp_path / "r.html").itertext())
     assert "0.5 s a step with the profiler; no step was measured without it" in text
 

@@ -21,7 +21,7 @@ def test_a_module_is_started_as_by_m(tmp_path: Path) -> None:
     (installed / "mine.py").write_text(MODULE)
     # A module of the current folder that would hide the standard one, and end the process.
     (tmp_path / "json.py").write_text("raise SystemExit(77)")
-    command = [*start.command("mine"), "one", "--two"]
+    command = [*start.module_command("mine"), "one", "--two"]
     environ = {**os.environ, "PYTHONPATH": str(installed)}
     result = subprocess.run(
         command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=True
@@ -34,12 +34,12 @@ def test_a_module_is_started_as_by_m(tmp_path: Path) -> None:
 
 LETTERS = """
 import sys
-from ortlaunch.output import guarded
+from ortlaunch.output import guard_standard_output
 print("größer")
 sys.stdout.flush()
 sys.stdout.reconfigure(errors="strict")
 # As the command does, which needs no start.py.
-with guarded():
+with guard_standard_output():
     print("日本")
     print("ß", file=sys.stderr)
 """
@@ -50,6 +50,8 @@ def test_letters_that_the_terminal_lacks(encoding: str, tmp_path: Path) -> None:
     """A letter that an encoding lacks is written as an escape, and ends neither rank nor command."""
     (tmp_path / "letters.py").write_text(LETTERS, encoding="utf-8")
     environ = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONIOENCODING": encoding}
-    done = subprocess.run(start.command("letters"), env=environ, capture_output=True, check=False)
+    done = subprocess.run(
+        start.module_command("letters"), env=environ, capture_output=True, check=False
+    )
     expected = "größer\n日本\n".encode(encoding, "backslashreplace")
     assert (done.stdout, done.returncode) == (expected, 0), done.stderr

@@ -53,7 +53,7 @@ def difference_at(run: Run, step: int, monkeypatch: pytest.MonkeyPatch) -> float
     monkeypatch.chdir(run.folder.parent)
     found = RunDir(run.folder)
     _, whole, _ = trained(found, step)
-    session = onnxruntime.InferenceSession(str(found.exported(step, "onnx") / "model.onnx"))
+    session = onnxruntime.InferenceSession(str(found.export_folder(step, "onnx") / "model.onnx"))
     words = torch.randint(0, 60, (3, 9), generator=torch.Generator().manual_seed(step))
     batch = {"input_ids": words, "attention_mask": torch.ones_like(words)}
     if "token_type_ids" in {one.name for one in session.get_inputs()}:

@@ -216,7 +216,7 @@ def _forget_the_end(run: RunDir) -> None:
     """Change a run's folder into that of a run killed in its last step."""
     shutil.rmtree(run.export)
     run.summary.unlink()
-    shutil.rmtree(run.checkpoint(STEPS))
+    shutil.rmtree(run.checkpoint_folder(STEPS))
 
 
 # ------------------------------------------------------------ other worlds

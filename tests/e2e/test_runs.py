@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from ortlaunch.evaluation_metrics import METRICS
-from ortlaunch.run_folder.folder import RunDir, read_json, write_json
+from ortlaunch.run_folder.folder import RunDir, read_own_json, write_json_atomically
 from ortlaunch.run_folder.records import EvaluationLine, MetricsLine
 from ortlaunch.worker.engine.allocator import KEPT
 from tests.e2e.runs import (
@@ -165,13 +165,19 @@ def test_a_finished_run_started_again_trains_nothing(full: Run, train: Train, ho
         }
         assert changed <= {"lock"}
     job = RunDir(again.folder).job
-    write_json(
+    write_json_atomically(
         job,
-        {**read_json(job), "state": "running", "ended": None, "exit_status": None, "verdict": None},
+        {
+            **read_own_json(job),
+            "state": "running",
+            "ended": None,
+            "exit_status": None,
+            "verdict": None,
+        },
     )
     # The record is now that of a command that was killed just before its ranks ended.
     ended_well(train("again", FULL))
-    assert (read_json(job)["state"], read_json(job)["exit_status"]) == ("succeeded", 0)
+    assert (read_own_json(job)["state"], read_own_json(job)["exit_status"]) == ("succeeded", 0)
 
 
 def test_a_checkpoint_is_evaluated(full: Run, home: Path) -> None:

@@ -80,7 +80,7 @@ def test_a_run_that_is_asked_to_save_and_to_stop(train: Train, home: Path) -> No
         said = asked("checkpoint", run)
         assert said.exit_code == 0, said.output
         saved = run.complete_checkpoints()[-1][0]
-        assert said.output == f"saved after step {saved}: {run.checkpoint(saved)}\n"
+        assert said.output == f"saved after step {saved}: {run.checkpoint_folder(saved)}\n"
         # The step that was logged last, the current one, and two more.
         assert before < saved <= before + 3
         reach(run, saved + 2, command)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ortlaunch.units import human
+from ortlaunch.units import human_bytes
 from tests.gpu.cases import (
     FOLDER,
     PARTS,
@@ -105,7 +105,7 @@ def refusal(case: Case, shape: Form, memory: int | None) -> str:
         # A recipe that cannot be planned is started: its run reports the error.
         planned = planned_bytes(stdout) if status == 0 else None
         if planned is not None and planned > memory:
-            return f"the plan takes {human(planned)} of a card, and this one has {human(memory)}"
+            return f"the plan takes {human_bytes(planned)} of a card, and this one has {human_bytes(memory)}"
     return ""
 
 

@@ -15,7 +15,7 @@ import time
 
 from ortlaunch import start
 from ortlaunch.rank import LAUNCHER_VARIABLE, Rank
-from ortlaunch.run_folder.folder import RunDir, write_json, write_text
+from ortlaunch.run_folder.folder import RunDir, write_json_atomically, write_text_atomically
 from ortlaunch.worker.supervision.requests import RankRequest, Requests
 
 
@@ -33,7 +33,7 @@ def live(run: RunDir, rank: Rank, *_: object) -> int:
     _agree(run, rank, f"began-{os.environ.get(LAUNCHER_VARIABLE)}", 60)
     for step in range(1, recipe["train"]["max_steps"] + 1):
         if rank.rank == 0 and requests.requested:
-            write_text(run.checkpoint(step) / "COMPLETE", "")
+            write_text_atomically(run.checkpoint_folder(step) / "COMPLETE", "")
             run.save_request.unlink(missing_ok=True)
         # A checkpoint was written above, as a stop requires.
         if requests.requested.stops:
@@ -56,7 +56,7 @@ def _stop(run: RunDir, rank: Rank, step: int, asked: RankRequest) -> int:
         else asked.signal.name
     )
     if rank.rank == 0:
-        write_json(
+        write_json_atomically(
             run.stopped, {"step": step, "steps": 9, "by": by, "exit_status": asked.exit_status}
         )
     return asked.exit_status
@@ -65,7 +65,7 @@ def _stop(run: RunDir, rank: Rank, step: int, asked: RankRequest) -> int:
 def _agree(run: RunDir, rank: Rank, on: str, seconds: float) -> None:
     """Wait for the other ranks, as a collective does, which fails if one has gone."""
     folder = run.path / "agreed" / on
-    write_text(folder / str(rank.rank), "")
+    write_text_atomically(folder / str(rank.rank), "")
     deadline = time.monotonic() + seconds
     while len(list(folder.glob("[0-9]*"))) < rank.world_size:
         if time.monotonic() > deadline:
@@ -102,9 +102,9 @@ def _be_a_rank() -> int:
 def _be_the_command() -> None:
     from ortlaunch.cli import main
 
-    real = start.command
+    real = start.module_command
     # Only the worker is replaced: launchers and their helpers stay the real ones.
-    start.command = lambda module, *more: (
+    start.module_command = lambda module, *more: (
         (sys.executable, __file__, "rank") if module == "ortlaunch.worker" else real(module, *more)
     )
     main()

@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 
 from ortlaunch.errors import LaunchError
-from ortlaunch.launch import JobState, Limits, Request, processes
+from ortlaunch.launch import JobState, LaunchLimits, LaunchRequest, processes
 from ortlaunch.process import read_stat
-from ortlaunch.run_folder.folder import RunDir, write_text
+from ortlaunch.run_folder.folder import RunDir, write_text_atomically
 
 
 def test_a_program_that_is_not_there() -> None:
     """A program that does not exist is named in the error."""
     with pytest.raises(LaunchError, match=r"^cannot start /nope/mpirun: program not found$"):
-        processes.submit(Request(("/nope/mpirun", "-n", "2")))
+        processes.submit(LaunchRequest(("/nope/mpirun", "-n", "2")))
 
 
 @pytest.mark.parametrize(
@@ -40,12 +40,12 @@ def test_the_status_is_the_commands_own(
         "import os; "
         f"assert (os.environ['A'], open({str(tmp_path / 'f')!r}).read()) == ('1', 'text')\n"
     )
-    request = Request(
+    request = LaunchRequest(
         (sys.executable, "-c", check + code), (("A", "1"),), ((str(tmp_path / "f"), "text"),)
     )
     job = processes.submit(request)
     assert processes.wait(job) == status
-    assert (processes.state(job), job.signal) == (state, None)
+    assert (processes.state(job), job.user_signal) == (state, None)
 
 
 def in_group(group: int) -> list[str]:
@@ -77,7 +77,7 @@ def test_cancel_ends_the_whole_group(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "import subprocess, sys, time; "
         f"subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(600)"
     )
-    job = processes.submit(Request((sys.executable, "-c", code)))
+    job = processes.submit(LaunchRequest((sys.executable, "-c", code)))
     assert processes.state(job) is JobState.RUNNING
     # Before that, SIGTERM would end the child.
     while not here.exists():
@@ -95,8 +95,8 @@ DEAF = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime
 
 def limited(folder: Path, hosts: int = 1, start_seconds: float = 60.0) -> processes.Job:
     """Start a launcher of 2 ranks that does not end by itself, and ignores SIGTERM."""
-    limits = Limits(str(folder), 2, hosts, start_seconds)
-    return processes.submit(Request((sys.executable, "-c", DEAF), limits=limits))
+    limits = LaunchLimits(str(folder), 2, hosts, start_seconds)
+    return processes.submit(LaunchRequest((sys.executable, "-c", DEAF), limits=limits))
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_launcher_that_waits_for_a_lost_host(tmp_path: Path) -> None:
     """A launcher that waits for a lost host is ended, and killed if it ignores SIGTERM."""
     # mpirun would wait for ever for its daemon on that host.
-    write_text(RunDir(tmp_path).stall, "{}")
+    write_text_atomically(RunDir(tmp_path).stall, "{}")
     assert processes.wait(limited(tmp_path, hosts=2)) in (137, 143)
 
 
@@ -122,10 +122,10 @@ def test_a_launcher_that_outlives_its_last_rank(
     # mpirun waits for as long as anybody holds a connection to its own port.
     run = RunDir(tmp_path)
     job = limited(tmp_path)
-    run.count_end(1)
-    assert processes._lateness(job) is None
-    run.count_end(0)
-    assert (processes.wait(job), job.ended_by) == (0, None)
+    run.count_ended_rank(1)
+    assert processes._reason_to_end_command(job) is None
+    run.count_ended_rank(0)
+    assert (processes.wait(job), job.foreign_signal) == (0, None)
     assert capfd.readouterr().err == (
         f"ortlaunch: the launcher (process {job.process.pid}) has not ended 0.2 s after its last "
         "rank, and is ended\n"
@@ -139,25 +139,25 @@ def test_a_launcher_that_starts_not_all_ranks(
     """A launcher that has not started all ranks in time is ended, with the number that it started."""
     run = RunDir(tmp_path)
     # A rank's log that is older than the request is of an earlier start.
-    write_text(run.request, "")
-    write_text(run.log(1, "err"), "")
+    write_text_atomically(run.request, "")
+    write_text_atomically(run.rank_log_path(1, "err"), "")
     job = limited(tmp_path, start_seconds=0.2)
-    assert (processes.wait(job) in (137, 143), job.ended_by) == (True, None)
+    assert (processes.wait(job) in (137, 143), job.foreign_signal) == (True, None)
     assert capfd.readouterr().err == (
         f"ortlaunch: the launcher (process {job.process.pid}) has started 1 of 2 ranks in 0.2 s, "
         "and is ended\n"
     )
-    write_text(run.log(0, "err"), "")
-    assert processes._lateness(job) is None
+    write_text_atomically(run.rank_log_path(0, "err"), "")
+    assert processes._reason_to_end_command(job) is None
 
 
 def test_a_stopped_process_is_reported(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A launcher or supervisor that SIGSTOP has stopped is reported once, with the remedy."""
-    monkeypatch.setattr(processes, "_LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(processes, "_STOPPED_CHECK_SECONDS", 0.1)
     monkeypatch.setattr(processes, "_POLL_SECONDS", 0.1)
-    job = processes.submit(Request(("sleep", "60")))
+    job = processes.submit(LaunchRequest(("sleep", "60")))
     pid = job.process.pid
     while (stat := read_stat(pid)) is None or stat.name != "sleep":
         time.sleep(0.01)

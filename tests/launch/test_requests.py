@@ -19,14 +19,22 @@ import pytest
 
 from ortlaunch import launchers, start
 from ortlaunch.errors import LaunchError, MissingDependency, PlanError
-from ortlaunch.launch import Backend, JobState, Limits, Request, backend, mpi, torchrun
-from ortlaunch.launch.failure import explain_end
-from ortlaunch.launch.private import make_private, private_folder
-from ortlaunch.launch.stop import Stop
+from ortlaunch.launch import (
+    Backend,
+    JobState,
+    LaunchLimits,
+    LaunchRequest,
+    load_backend,
+    mpi,
+    torchrun,
+)
+from ortlaunch.launch.failure import classify_run_end
+from ortlaunch.launch.private import private_folder_path, recreate_private_folder
+from ortlaunch.launch.stop import StopRequest
 from ortlaunch.launch_plan import Plan
 from ortlaunch.other_runs.status import read_status
 from ortlaunch.planning.hosts import Host
-from ortlaunch.run_folder.folder import RunDir, write_json, write_text
+from ortlaunch.run_folder.folder import RunDir, write_json_atomically, write_text_atomically
 from ortlaunch.worker.supervision.surroundings import Surroundings
 from tests.launch import light
 from tests.launch.tiny import LAUNCHERS, ORTLAUNCH, RECIPE, ortlaunch, write_recipe
@@ -43,9 +51,9 @@ NAMES = ("NCCL_DEBUG", "NOTE", "API_KEY", "HF_TOKEN", "PATH")
 ENV = (("NCCL_DEBUG", "WARN"), ("NOTE", "two words"))
 # The MPI family that mpi4py loads, where ranks meet through it.
 ABI = "MPI4PY_MPIABI"
-STOP = Stop("runs/x/requests/stop.json", "runs/x/requests/cancel", 60)
+STOP = StopRequest("runs/x/requests/stop.json", "runs/x/requests/cancel", 60)
 # Set to a private folder, else Open MPI may not start beside files of a killed mpirun.
-LIMITS = Limits("runs/x", ranks=3, hosts=2, start_seconds=300.0)
+LIMITS = LaunchLimits("runs/x", ranks=3, hosts=2, start_seconds=300.0)
 SESSION_FOLDERS = ("PRTE_MCA_prte_local_tmpdir_base", "PRTE_MCA_prte_remote_tmpdir_base")
 ROOT = (("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1"))
 
@@ -61,7 +69,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def install(family: str, mpirun: str = MPIRUN, root: bool = False) -> None:
         monkeypatch.setattr(mpi, "find_mpirun", lambda: mpirun)
-        monkeypatch.setattr(mpi, "family", lambda mpirun: family)
+        monkeypatch.setattr(mpi, "mpi_family", lambda mpirun: family)
         monkeypatch.setattr(os, "geteuid", lambda: 0 if root else 1000)
 
     return install
@@ -70,7 +78,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_torchrun_on_several_hosts() -> None:
     """Each host gets an agent, in the plan's order, and no value of a forwarded variable is sent."""
     request, again = (
-        backend("torchrun").request(made("torchrun", (host("a", 2), host("me@b", 2))), RUN)
+        load_backend("torchrun").request(made("torchrun", (host("a", 2), host("me@b", 2))), RUN)
         for _ in range(2)
     )
     assert request.argv == (
@@ -105,7 +113,7 @@ def test_torchrun_on_several_hosts() -> None:
 def test_many_hosts_need_no_rendezvous(hosts: int, module: str) -> None:
     """Many hosts start their ranks without torchrun's rendezvous."""
     # Its file grows with the square of the hosts: 512 simulated ones did not meet within 240 s.
-    request = backend("torchrun").request(
+    request = load_backend("torchrun").request(
         made("torchrun", tuple(host(f"n{at}", 2) for at in range(hosts))), RUN
     )
     agents = json.loads(dict(request.files)["runs/x/agents.json"])["agents"]
@@ -126,10 +134,10 @@ def test_ranks_of_many_hosts_are_the_planned_ones(
     # 127.0.0.1 is a second host that needs no ssh.
     planned = made("torchrun", (host("localhost", 2), host("127.0.0.1", 2)))
     planned = replace(planned, argv=(sys.executable, "-c", script))
-    request = backend("torchrun").request(planned, RunDir(tmp_path))
+    request = load_backend("torchrun").request(planned, RunDir(tmp_path))
     request = request._replace(argv=(sys.executable, *request.argv[1:]))
-    write_text(tmp_path / "plan.json", planned.to_json())
-    assert backend("torchrun").wait(backend("torchrun").submit(request)) == 0
+    write_text_atomically(tmp_path / "plan.json", planned.to_json())
+    assert load_backend("torchrun").wait(load_backend("torchrun").submit(request)) == 0
     found = [(tmp_path / f"told-{rank}").read_text() for rank in range(4)]
     assert found == [str(tuple(rank)) for rank in planned.ranks]
 
@@ -137,7 +145,9 @@ def test_ranks_of_many_hosts_are_the_planned_ones(
 def test_an_agent_hears_a_signal_that_came_with_its_work() -> None:
     """An agent handles a signal that came together with its first line."""
     # As after Ctrl-C while ssh still connected: both lines are in one read.
-    agent = subprocess.Popen([*start.command("ortlaunch.launch.host_agent")], stdin=subprocess.PIPE)
+    agent = subprocess.Popen(
+        [*start.module_command("ortlaunch.launch.host_agent")], stdin=subprocess.PIPE
+    )
     work = {"argv": ["sleep", "30"], "cwd": "/", "env": {}, "grace_seconds": 8.0}
     assert agent.stdin is not None
     agent.stdin.write(f"{json.dumps(work)}\n15\n".encode())
@@ -157,16 +167,20 @@ def test_a_host_that_ssh_loses_is_the_cause(tmp_path: Path) -> None:
     ssh = tmp_path / "ssh"
     ssh.write_text("#!/bin/sh\nexit 255\n")
     ssh.chmod(0o755)
-    write_text(run.plan, made("torchrun", (host("localhost", 1), host("far", 1))).to_json())
+    write_text_atomically(
+        run.plan, made("torchrun", (host("localhost", 1), host("far", 1))).to_json()
+    )
     agents = [
         {"host": name, "argv": [sys.executable, "-c", "import time; time.sleep(30)"]}
         for name in ("localhost", "far")
     ]
-    write_json(run.agents, {"agents": agents, "env": {}, "forward": [], "grace_seconds": 8.0})
+    write_json_atomically(
+        run.agents, {"agents": agents, "env": {}, "forward": [], "grace_seconds": 8.0}
+    )
     environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    command = [*start.command("ortlaunch.launch.over_ssh"), str(run.agents)]
+    command = [*start.module_command("ortlaunch.launch.over_ssh"), str(run.agents)]
     assert subprocess.run(command, env=environ, timeout=20, check=False).returncode == 255
-    end = explain_end(run, 255)
+    end = classify_run_end(run, 255)
     assert end.status == 1
     assert end.text.startswith(
         "ortlaunch: rank 1 on host far is lost, and all others of that host: ssh to far ended with"
@@ -180,13 +194,13 @@ def test_torchrun_takes_equal_hosts() -> None:
     with pytest.raises(
         PlanError, match="they have 1 and 2 slots; make them equal, or use launcher mpi"
     ):
-        backend("torchrun").request(made("torchrun"), RUN)
+        load_backend("torchrun").request(made("torchrun"), RUN)
 
 
 def test_local() -> None:
     """A single process is the worker's own command."""
-    request = backend("local").request(made("local", (host("localhost", 1),)), RUN)
-    assert request == Request((*WORKER, "runs/x"), ENV, stop=STOP)
+    request = load_backend("local").request(made("local", (host("localhost", 1),)), RUN)
+    assert request == LaunchRequest((*WORKER, "runs/x"), ENV, stop=STOP)
     assert (
         str(request) == f"NCCL_DEBUG=WARN NOTE='two words' /venv/bin/python {start.__file__} "
         "ortlaunch.worker runs/x"
@@ -199,8 +213,8 @@ GRACE = ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "62")
 
 def test_torchrun() -> None:
     """torchrun meets through an empty file, opens no port, restarts nothing, and runs the worker."""
-    private = private_folder(RUN)
-    request = backend("torchrun").request(made("torchrun", (host("localhost", 2),)), RUN)
+    private = private_folder_path(RUN)
+    request = load_backend("torchrun").request(made("torchrun", (host("localhost", 2),)), RUN)
     argv = (
         "/venv/bin/python",
         start.__file__,
@@ -224,14 +238,14 @@ def test_torchrun() -> None:
     # As many threads as the plan gives each rank; torchrun itself would set 1.
     env = tuple(sorted((*ENV, ("OMP_NUM_THREADS", "2"), *torch, GRACE)))
     files = ((f"{private}/rendezvous", ""),)
-    assert request == Request(
+    assert request == LaunchRequest(
         argv,
         env,
         files,
         notifies_ranks=False,
         stop=STOP,
-        private=str(private),
-        limits=Limits("runs/x", ranks=2, hosts=1, start_seconds=300.0),
+        private_folder=str(private),
+        limits=LaunchLimits("runs/x", ranks=2, hosts=1, start_seconds=300.0),
     )
 
 
@@ -239,33 +253,33 @@ def test_the_private_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """The private folder is the user's alone, and empty at each start."""
     # It is refused below a folder that other users can write to.
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    folder = private_folder(RUN)
-    assert folder != private_folder(RunDir("runs/y"))
+    folder = private_folder_path(RUN)
+    assert folder != private_folder_path(RunDir("runs/y"))
     # Without a umask, mkdir alone would let everybody in.
     before = os.umask(0)
     try:
-        make_private(folder)
+        recreate_private_folder(folder)
         (folder / "rendezvous").write_text("of a command that was killed")
-        make_private(folder)
+        recreate_private_folder(folder)
     finally:
         os.umask(before)
     assert [stat.S_IMODE(path.stat().st_mode) for path in (folder, folder.parent)] == [0o700, 0o700]
     assert list(folder.iterdir()) == []
     folder.parent.chmod(0o777)
     with pytest.raises(LaunchError, match=r"must be a folder of user .*drwxrwxrwx.*or set TMPDIR"):
-        make_private(folder)
+        recreate_private_folder(folder)
     # A link in its place could lead to another user's folder.
     shutil.rmtree(folder.parent)
     folder.parent.symlink_to(tmp_path)
     with pytest.raises(LaunchError, match="must be a folder of user"):
-        make_private(folder)
+        recreate_private_folder(folder)
 
 
 @pytest.mark.parametrize(("task", "seconds"), [("train", "302"), ("parity", "10")])
 def test_the_grace_is_the_launchers_too(task: str, seconds: str) -> None:
     """torchrun waits for the grace of a run that saves, and only 10 s for any other."""
     made = plan(recipe(launch={"grace_seconds": 300}), [host("localhost", 2)], "torchrun")
-    request = backend("torchrun").request(replace(made, task=task), RUN)
+    request = load_backend("torchrun").request(replace(made, task=task), RUN)
     assert dict(request.env)["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == seconds
     assert request.stop == (STOP._replace(grace_seconds=300) if task == "train" else None)
 
@@ -273,7 +287,7 @@ def test_the_grace_is_the_launchers_too(task: str, seconds: str) -> None:
 def test_torchrun_keeps_the_recipes_threads() -> None:
     """OMP_NUM_THREADS of the recipe has priority over torchrun's value."""
     threads = plan(recipe(launch={"env": {"OMP_NUM_THREADS": "4"}}), launcher="torchrun")
-    assert dict(backend("torchrun").request(threads, RUN).env)["OMP_NUM_THREADS"] == "4"
+    assert dict(load_backend("torchrun").request(threads, RUN).env)["OMP_NUM_THREADS"] == "4"
 
 
 def test_open_mpi(installed: Any) -> None:
@@ -292,23 +306,23 @@ def test_open_mpi(installed: Any) -> None:
     )
     names = tuple(word for name in (ABI, *NAMES) for word in ("-x", name))
     hostfile = ("runs/x/hostfile", "a slots=2\nme@b slots=1\n")
-    request = backend("mpi").request(made("mpi"), RUN)
-    private = str(private_folder(RUN))
+    request = load_backend("mpi").request(made("mpi"), RUN)
+    private = str(private_folder_path(RUN))
     env = ((ABI, "openmpi"), *ENV, *((name, private) for name in SESSION_FOLDERS))
-    assert request == Request(
+    assert request == LaunchRequest(
         (*argv, *names, *WORKER, "runs/x"),
         env,
         (hostfile,),
         stop=STOP,
         limits=LIMITS,
-        private=private,
+        private_folder=private,
     )
 
 
 def test_open_mpi_as_root(installed: Any) -> None:
     """Root gets the two variables without which Open MPI refuses to run."""
     installed("Open MPI", root=True)
-    request = backend("mpi").request(made("mpi"), RUN)
+    request = load_backend("mpi").request(made("mpi"), RUN)
     assert set(request.env) > {*ENV, *ROOT}
     # mpirun itself reads them, so the ranks need not have them.
     assert "OMPI_ALLOW_RUN_AS_ROOT" not in request.argv
@@ -330,7 +344,7 @@ def test_other_hosts_are_told_where_open_mpi_is(
     """Other hosts get the prefix of an mpirun in the virtual environment."""
     # It is not on their PATH.
     installed("Open MPI", mpirun)
-    argv = backend("mpi").request(made("mpi", hosts), RUN).argv
+    argv = load_backend("mpi").request(made("mpi", hosts), RUN).argv
     at = argv.index("none") + 1
     assert argv[at : at + len(given)] == given
     assert ("--prefix" in argv) == bool(given)
@@ -362,8 +376,8 @@ def test_mpich(installed: Any) -> None:
         ",".join((ABI, *NAMES)),
     )
     hostfile = ("runs/x/hostfile", "a:2\nb:1 user=me\n")
-    request = backend("mpi").request(made("mpi"), RUN)
-    assert request == Request(
+    request = load_backend("mpi").request(made("mpi"), RUN)
+    assert request == LaunchRequest(
         (*argv, *WORKER, "runs/x"),
         ((ABI, "mpich"), *ENV),
         (hostfile,),
@@ -377,10 +391,11 @@ def test_mpich_names_this_host_by_address(installed: Any, monkeypatch: pytest.Mo
     # Else Hydra's proxies look up the host's name, which on Debian leads to themselves.
     installed("MPICH")
     assert (
-        "-localhost" not in backend("mpi").request(made("mpi", (host("localhost", 2),)), RUN).argv
+        "-localhost"
+        not in load_backend("mpi").request(made("mpi", (host("localhost", 2),)), RUN).argv
     )
-    monkeypatch.setattr(mpi, "_own_address", lambda plan: "10.0.0.9")
-    argv = backend("mpi").request(made("mpi"), RUN).argv
+    monkeypatch.setattr(mpi, "_own_address_on_route", lambda plan: "10.0.0.9")
+    argv = load_backend("mpi").request(made("mpi"), RUN).argv
     assert argv[argv.index("-localhost") + 1] == "10.0.0.9"
 
 
@@ -388,7 +403,7 @@ def test_mpich_without_variables(installed: Any) -> None:
     """Without variables the list of names is left out."""
     # Hydra would read the next argument as the list.
     installed("MPICH")
-    request = backend("mpi").request(plan(recipe(), [host("a", 1)], "mpi", WORKER), RUN)
+    request = load_backend("mpi").request(plan(recipe(), [host("a", 1)], "mpi", WORKER), RUN)
     assert request.argv == (
         MPIRUN,
         "-n",
@@ -407,7 +422,7 @@ def test_mpich_takes_no_ipv6(installed: Any) -> None:
     # Hydra would look up a host named `[`.
     installed("MPICH")
     with pytest.raises(PlanError) as caught:
-        backend("mpi").request(made("mpi", (host("root@fd00::1", 1),)), RUN)
+        load_backend("mpi").request(made("mpi", (host("root@fd00::1", 1),)), RUN)
     message = (
         "fd00::1: the host files of MPICH and Intel MPI do not support IPv6 addresses; use a "
         "host name"
@@ -421,7 +436,7 @@ def test_a_secret_stays_in_the_environment(launcher: str, family: str, installed
     """The value of a forwarded variable is in no argument, file, text or plan."""
     installed(family)
     resolved = made(launcher, (host("localhost", 1),))
-    request = backend(launcher).request(resolved, RUN)
+    request = load_backend(launcher).request(resolved, RUN)
     assert "s3cret" not in f"{request!r}{request}{resolved.to_json()}"
     # Only mpirun needs the name: processes of this host inherit the variable.
     assert ("API_KEY" in str(request)) == (launcher == "mpi")
@@ -433,7 +448,9 @@ def test_a_request_is_pure(launcher: str, installed: Any, tmp_path: Path) -> Non
     installed("Open MPI")
     run = RunDir(tmp_path / "run")
     resolved = made(launcher, (host("localhost", 1),))
-    assert backend(launcher).request(resolved, run) == backend(launcher).request(resolved, run)
+    assert load_backend(launcher).request(resolved, run) == load_backend(launcher).request(
+        resolved, run
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -442,14 +459,14 @@ def test_every_backend_keeps_the_protocol(name: str) -> None:
     """Each entry of the table of launchers is a module with the functions of Backend."""
     needed = {word for word in vars(Backend) if not word.startswith("_")}
     assert needed == {"check", "request", "submit", "state", "wait", "cancel"}
-    assert {word for word in needed if callable(getattr(backend(name), word, None))} == needed
+    assert {word for word in needed if callable(getattr(load_backend(name), word, None))} == needed
 
 
 def test_a_request_is_what_a_person_would_type(tmp_path: Path) -> None:
     """The text of a request has the request's effect in a shell, also with special characters."""
     code = "import os, sys; print(sys.argv[1:], os.environ['ODD'], open('sub/file').read())"
     (tmp_path / "sub").mkdir()
-    request = Request(
+    request = LaunchRequest(
         (sys.executable, "-c", code, "it's", "$HOME"),
         (("ODD", "a 'b' $c"),),
         (("sub/file", "one $x\n`two`\n"),),
@@ -466,11 +483,11 @@ def test_options_of_an_outer_torchrun_stay_there(
     """A launcher does not get the options that an outer torchrun has in the environment."""
     monkeypatch.setenv("PET_MODULE", "1")
     code = "import os; open('got', 'w').write(f'{[*filter(None, map(os.environ.get, NAMES))]}')"
-    request = Request(
+    request = LaunchRequest(
         (sys.executable, "-c", f"NAMES = 'PET_MODULE', 'ODD'; {code}"), (("ODD", "x"),)
     )
     monkeypatch.chdir(tmp_path)
-    assert backend("local").wait(backend("local").submit(request)) == 0
+    assert load_backend("local").wait(load_backend("local").submit(request)) == 0
     assert Path("got").read_text() == "['x']"
 
 
@@ -498,14 +515,14 @@ def an_mpirun(folder: Path, says: str) -> str:
 @pytest.mark.parametrize(("says", "family"), VERSIONS.items(), ids=range(len(VERSIONS)))
 def test_family(says: str, family: str, tmp_path: Path) -> None:
     """The family follows from the output of `mpirun --version`."""
-    assert mpi.family(an_mpirun(tmp_path, says)) == family
+    assert mpi.mpi_family(an_mpirun(tmp_path, says)) == family
 
 
 def test_an_unknown_family(tmp_path: Path) -> None:
     """An mpirun of an unknown family is refused, with its output."""
     mpirun = an_mpirun(tmp_path, "jsrun 10.3\n")
     with pytest.raises(MissingDependency) as caught:
-        mpi.family(mpirun)
+        mpi.mpi_family(mpirun)
     assert str(caught.value) == f"{mpirun} belongs to an unknown MPI: 'jsrun 10.3'"
 
 

@@ -399,10 +399,10 @@ def test_training_sessions_are_those_that_are_needed(
 
 def test_free_memory_is_divided_by_the_ranks_of_a_host() -> None:
     """Free memory is shared by the ranks of a host, because each rank exports its own copy."""
-    alone = options._limit_of(Words(), 1).free
+    alone = options._limit_of(Words(), 1).free_bytes
     # More than 1 MiB, so that the comparison below means something.
     assert alone > 2**20
-    assert options._limit_of(Words(), 4).free < alone / 2
+    assert options._limit_of(Words(), 4).free_bytes < alone / 2
 
 
 def test_a_variable_from_outside_changes_nothing(

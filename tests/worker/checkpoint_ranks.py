@@ -172,7 +172,7 @@ def beside(
     found = {"straight": (losses, weights(straight))}
     close(straight)
     written.wait()
-    return {**found, "resumed": resumed(way, run.checkpoint(SAVED), group, losses[:SAVED])}
+    return {**found, "resumed": resumed(way, run.checkpoint_folder(SAVED), group, losses[:SAVED])}
 
 
 def resumed(

@@ -10,7 +10,7 @@ import sys
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ortlaunch.run_folder.folder import RunDir, write_text
+from ortlaunch.run_folder.folder import RunDir, write_text_atomically
 from tests.makers import host, plan, recipe
 
 GUARDED = """
@@ -52,7 +52,7 @@ class Ended(NamedTuple):
 def write_plan(run: RunDir, launcher: str, task: str = "train") -> None:
     """Write the plan of two ranks of this host, which may take two seconds to save."""
     made = plan(recipe(launch={"grace_seconds": 2}), [host("localhost", 2)], launcher)
-    write_text(run.plan, replace(made, task=task).to_json())
+    write_text_atomically(run.plan, replace(made, task=task).to_json())
 
 
 def guarded(run: RunDir, life: str, rank: int = 1, **environ: str) -> Ended:
@@ -66,5 +66,9 @@ def guarded(run: RunDir, life: str, rank: int = 1, **environ: str) -> Ended:
         result = subprocess.run(command, env=env, capture_output=True, timeout=30, check=False)
     finally:
         signal.signal(signal.SIGUSR1, before)
-    record = json.loads(run.error(rank).read_text()) if run.error(rank).exists() else None
+    record = (
+        json.loads(run.rank_error_path(rank).read_text())
+        if run.rank_error_path(rank).exists()
+        else None
+    )
     return Ended(result.returncode, result.stdout.decode(), result.stderr.decode(), record)

@@ -10,7 +10,7 @@ from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
-from ortlaunch.run_folder.folder import read_json, write_json
+from ortlaunch.run_folder.folder import read_own_json, write_json_atomically
 from tests.worker.data import test_stream
 
 
@@ -21,7 +21,7 @@ def run(rank: int, world: int, paths: list[str], folder: Path, meet: Barrier) ->
     checkpoint = folder / "checkpoint.json"
     begin: Any = {"step": 0, "positions": []}
     if checkpoint.exists():
-        begin = read_json(checkpoint)
+        begin = read_own_json(checkpoint)
     of.go_on(begin["step"], begin["step"] * test_stream.GLOBAL)
     of.seek(begin["positions"])
     meet.wait()
@@ -35,5 +35,5 @@ def run(rank: int, world: int, paths: list[str], folder: Path, meet: Barrier) ->
             taken.write(json.dumps({"step": step, "world": world, "taken": found}) + "\n")
             taken.flush()
             if rank == 0 and step % 3 == 2:
-                write_json(checkpoint, {"step": step + 1, "positions": positions})
+                write_json_atomically(checkpoint, {"step": step + 1, "positions": positions})
             time.sleep(0.005)

@@ -291,8 +291,8 @@ def broken(): return {}["key"]
 def in_this_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Tasks without a plan run in this process, with the output of their own."""
 
-    def run(request: tasks.Request, *_: object) -> subprocess.CompletedProcess[str]:
-        command = tasks.command(request)
+    def run(request: tasks.TaskRequest, *_: object) -> subprocess.CompletedProcess[str]:
+        command = tasks.task_command(request)
         with monkeypatch.context() as own:
             own.setattr("sys.argv", ["alone", command[-1]])
             own.setattr("sys.path", [*sys.path])
@@ -302,7 +302,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
             status = alone.main()
         return subprocess.CompletedProcess(command, status, *capsys.readouterr())
 
-    monkeypatch.setattr(tasks, "_run", run)
+    monkeypatch.setattr(tasks, "_run_task_process", run)
 
 
 @pytest.mark.usefixtures("in_this_process")
@@ -329,7 +329,7 @@ def test_samples_of_own_functions_are_shown(tmp_path: Path) -> None:
 def test_output_that_nobody_reads_ends_quietly(tmp_path: Path, cache: Any) -> None:
     """`data show | head` prints no traceback and succeeds."""
     asked = ShowDataRequest(to_yaml(made(tmp_path, CHATS)), 3, json=False, modules="")
-    command, request = tasks.command(asked), json.dumps(asked._asdict())
+    command, request = tasks.task_command(asked), json.dumps(asked._asdict())
     read_end, write_end = os.pipe()
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=write_end, stderr=subprocess.PIPE, text=True

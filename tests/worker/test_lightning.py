@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from ortlaunch.errors import EngineError, InputError
 from ortlaunch.recipe import Recipe
-from ortlaunch.run_folder.folder import read_json
+from ortlaunch.run_folder.folder import read_own_json
 from ortlaunch.worker.data.order import Order
 from ortlaunch.worker.data.own import collate_any, in_own_form
 from ortlaunch.worker.data.reading import DataError
@@ -132,7 +132,7 @@ def test_losses_are_lightnings(tmp_path: Path, model: str, data: str, engine: st
     ours = [line["loss"] for line in records(run)]
     assert len(ours) == len(theirs) == 6
     assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5)
-    assert read_json(run.engine)["engine"]["used"] == engine
+    assert read_own_json(run.engine)["engine"]["used"] == engine
     weights = load_file(run.export / "model.safetensors")
     assert set(weights) == set(module.state_dict())
     for name, value in module.state_dict().items():
@@ -146,7 +146,7 @@ def test_inductor_compiles_once(tmp_path: Path) -> None:
     run = run_here(tmp_path / "run", made("Digits", "images", "inductor"))
     theirs, _ = by_lightning("Digits", "images")
     assert [line["loss"] for line in records(run)] == pytest.approx(theirs, rel=1e-5, abs=1e-5)
-    assert read_json(run.engine)["inductor"]["graphs"] == 1
+    assert read_own_json(run.engine)["inductor"]["graphs"] == 1
 
 
 def test_a_state_between_passes_is_lightnings(tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_logged_values_hooks_and_evaluation(tmp_path: Path) -> None:
     scores = module.trainer.callback_metrics
     assert last["evaluation_val_accuracy"] == pytest.approx(float(scores["val_accuracy"]))
     run_here(run.path, recipe, "evaluate")
-    assert read_json(run.evaluation)["own"]["val_loss"] == pytest.approx(
+    assert read_own_json(run.evaluation)["own"]["val_loss"] == pytest.approx(
         last["evaluation_val_loss"]
     )
 
@@ -208,7 +208,7 @@ def test_the_recipes_optimizer(tmp_path: Path) -> None:
     optimizer = {"name": "adamw", "learning_rate": 0.05}
     schedule = {"name": "linear", "warmup_steps": 2}
     run = run_here(tmp_path, made("BoringModel", "rows", optimizer=optimizer, schedule=schedule))
-    assert read_json(run.engine)["optimizer"]["used"] == "torch.optim.AdamW"
+    assert read_own_json(run.engine)["optimizer"]["used"] == "torch.optim.AdamW"
     assert [line["learning_rate"] for line in records(run)][:2] == [0.025, 0.05]
 
 

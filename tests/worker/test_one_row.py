@@ -14,8 +14,8 @@ from ortlaunch.evaluation_metrics import METRICS, BuiltInMetric, Measure
 from ortlaunch.launch_plan import Plan
 from ortlaunch.model_tasks import MODEL_TASKS, ModelTask
 from ortlaunch.recipe import Recipe
-from ortlaunch.run_folder.folder import read_json
-from ortlaunch.run_folder.reference import markdown
+from ortlaunch.run_folder.folder import read_own_json
+from ortlaunch.run_folder.reference import run_folder_page
 from tests.makers import BERT, bert
 from tests.training import run_here
 
@@ -72,7 +72,7 @@ def test_a_metric(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A row of METRICS is in metrics.jsonl, the log, evaluation.json, the docs and keep_best."""
-    assert "label_count" not in markdown()
+    assert "label_count" not in run_folder_page()
     monkeypatch.setitem(METRICS, "label_count", FAKE)
     recipe = small(tmp_path, checkpoint={"keep_best": {"metric": "label_count"}})
     run = run_here(tmp_path / "run", recipe)
@@ -80,14 +80,14 @@ def test_a_metric(
     (count,) = {line["evaluation_label_count"] for line in lines if "evaluation_loss" in line}
     assert count > 0
     assert f"labels {count:.0f}" in capsys.readouterr().out
-    best = read_json(run.summary)["best"]
+    best = read_own_json(run.summary)["best"]
     # The count is the same in every evaluation, and only a larger one would be better.
     assert (best["metric"], best["value"], best["step"]) == ("label_count", count, 1)
     run_here(run.path, recipe, "evaluate")
-    assert read_json(run.evaluation)["label_count"] == count
+    assert read_own_json(run.evaluation)["label_count"] == count
     assert (
         "| `label_count` | number or absent | How many labels there were. Of masked-lm. Best: max. |"
-        in markdown()
+        in run_folder_page()
     )
 
 
@@ -98,6 +98,6 @@ def test_a_model_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         small(tmp_path, "cloze")
     monkeypatch.setitem(MODEL_TASKS, "cloze", ModelTask("AutoModelForMaskedLM", predicts="masked"))
     run = run_here(tmp_path / "run", small(tmp_path, "cloze"))
-    assert read_json(run.summary)["steps"] == 3
-    assert read_json(run.export / "config.json")["architectures"] == ["BertForMaskedLM"]
+    assert read_own_json(run.summary)["steps"] == 3
+    assert read_own_json(run.export / "config.json")["architectures"] == ["BertForMaskedLM"]
     assert Plan.read(run.plan).memory is not None

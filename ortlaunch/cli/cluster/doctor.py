@@ -57,12 +57,12 @@ def doctor(
     clock, limits, ranks left behind. Exit status 1 if a check failed.
     """
     from ortlaunch.doctor.finding import FAILED, as_json, format_findings
-    from ortlaunch.run.checkup import CheckupOptions, checkup
+    from ortlaunch.run.checkup import CheckupOptions, check_hosts_or_this_machine
 
     if device not in (None, "cpu", "cuda"):
         raise typer.BadParameter(f"got {device}; cpu or cuda", param_hint="--device")
     place = CheckupOptions(run_dir, device, interface, port, port_range(ports))
-    found = checkup(recipe, tuple(overrides or ()), options, place, os.environ)
+    found = check_hosts_or_this_machine(recipe, tuple(overrides or ()), options, place, os.environ)
     typer.echo(as_json(found) if json else format_findings(found))
     # True is status 1.
     raise typer.Exit(any(finding.verdict == FAILED for finding in found))

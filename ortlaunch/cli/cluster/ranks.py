@@ -12,11 +12,11 @@ def ranks() -> None:
     variables do not determine a rank.
     """
     from ortlaunch.errors import RankError
-    from ortlaunch.rank import detect, explain
+    from ortlaunch.rank import detect_rank_and_launcher, explain_rank_variables
 
     # Printed first: the explanation helps most if no rank can be determined.
-    typer.echo(explain(os.environ))
+    typer.echo(explain_rank_variables(os.environ))
     try:
-        detect(os.environ)
+        detect_rank_and_launcher(os.environ)
     except RankError as error:
         raise typer.Exit(error.exit_status) from None

@@ -48,10 +48,10 @@ def selftest(
     from ortlaunch.commands.selftest import SelftestRequest
     from ortlaunch.commands.selftest import selftest as run
     from ortlaunch.doctor.finding import FAILED, as_json, summary
-    from ortlaunch.process import heeded
+    from ortlaunch.process import signals_to_handle
 
     # Exits as after Ctrl-C: `finally` blocks end all that was started, and cancel a Slurm job.
-    for number in heeded((signal.SIGTERM, signal.SIGHUP)):
+    for number in signals_to_handle((signal.SIGTERM, signal.SIGHUP)):
         signal.signal(number, lambda given, _: sys.exit(128 + given))
 
     # Without a terminal nobody can answer, so no job is queued.

@@ -8,7 +8,7 @@ import typer
 from ortlaunch.cli.options import CheckpointStepOption, DryRun, Overrides, with_launch_options
 from ortlaunch.cli.runs.status import by_name
 from ortlaunch.errors import InputError
-from ortlaunch.output import go_on_unread
+from ortlaunch.output import continue_without_output
 
 
 @with_launch_options
@@ -62,7 +62,7 @@ def evaluate(
         typer.echo(foreground.evaluation_command(*given))
         return
     # If the output is a pipe whose reader ends, the evaluation continues.
-    go_on_unread()
+    continue_without_output()
     raise typer.Exit(foreground.evaluate(*given))
 
 

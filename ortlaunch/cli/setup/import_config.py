@@ -42,7 +42,7 @@ def import_config(
     from ortlaunch.other_tools import import_config as turned
     from ortlaunch.output import output_columns
     from ortlaunch.resolve.shipped import locate
-    from ortlaunch.run_folder.folder import write_text
+    from ortlaunch.run_folder.folder import write_text_atomically
     from ortlaunch.units import wrap_lines
 
     target = to or Path(f"{config.stem}-recipe.yaml")
@@ -51,5 +51,5 @@ def import_config(
         raise InputError(f"{target} exists already; give another file with --to")
     # Written only if the result is valid.
     found = turned(config, tool, locate(base) if base else None, overrides or [])
-    write_text(target, found.file())
+    write_text_atomically(target, found.file())
     typer.echo(wrap_lines(f"{found}\nrecipe: {target}", output_columns()))

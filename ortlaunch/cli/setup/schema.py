@@ -22,7 +22,7 @@ def schema(
     if doctor:
         from ortlaunch.doctor.schema import json_schema as text
     elif run_folder:
-        from ortlaunch.run_folder.reference import markdown as text
+        from ortlaunch.run_folder.reference import run_folder_page as text
     elif markdown:
         from ortlaunch.recipe.manual.reference import markdown as text
     else:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from ortlaunch.cli.options import Overrides, RecipePath, with_launch_options
-from ortlaunch.output import go_on_unread
+from ortlaunch.output import continue_without_output
 
 
 @with_launch_options
@@ -64,5 +64,5 @@ def bench(
     chosen = tuple(name.strip() for name in engines.split(",")) if engines is not None else ()
     length = Length(rounds, steps, one_at_a_time)
     # Hours of measurements must not end because the reader of the output has.
-    go_on_unread()
+    continue_without_output()
     raise typer.Exit(command.bench(resolved, chosen, vary or (), length, out, picture))

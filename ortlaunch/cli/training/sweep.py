@@ -8,7 +8,7 @@ import typer
 import ortlaunch
 from ortlaunch.cli.hints import Verb, Verbs
 from ortlaunch.cli.options import Overrides, RecipePath, with_launch_options
-from ortlaunch.output import go_on_unread
+from ortlaunch.output import continue_without_output
 
 
 class _SweepVerbs(Verbs):
@@ -46,7 +46,7 @@ def run(
     from ortlaunch.api import foreground
 
     # A sweep must not end because the reader of its output has.
-    go_on_unread()
+    continue_without_output()
     raise typer.Exit(foreground.sweep(recipe, overrides or (), options, run_dir))
 
 

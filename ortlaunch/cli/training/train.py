@@ -15,7 +15,7 @@ from ortlaunch.cli.options import (
     RunDirOption,
     with_launch_options,
 )
-from ortlaunch.output import go_on_unread
+from ortlaunch.output import continue_without_output
 
 
 @with_launch_options
@@ -73,6 +73,6 @@ def start(
 
     if not dry_run:
         # A training must not end because the reader of its output has (`| head`).
-        go_on_unread()
+        continue_without_output()
     values = ResumeOptions(*resume)
     raise typer.Exit(foreground.train(recipe, overrides, options, run_dir, values, dry_run))

@@ -85,7 +85,7 @@ def check() -> str:
             f"Type: {hint(absent)}"
         )
     # In a subprocess: where a library or the driver is absent, ORT may abort the process.
-    command = start.command("ortlaunch.ortmodule.build.cuda_libraries")
+    command = start.module_command("ortlaunch.ortmodule.build.cuda_libraries")
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_CHECK_SECONDS, check=False

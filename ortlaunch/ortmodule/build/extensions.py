@@ -24,7 +24,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ortlaunch import machine
-from ortlaunch.cache import cache_folder, cache_root, changed, require_own, seal
+from ortlaunch.cache import (
+    cache_root,
+    make_cache_folder,
+    reason_seal_is_invalid,
+    require_not_writable_by_others,
+    seal_files,
+)
 from ortlaunch.errors import MissingDependency, OrtlaunchError
 from ortlaunch.ortmodule.build import cuda_libraries, extension_sources
 
@@ -132,8 +138,8 @@ def _damage(name: str) -> str:
     folder = cache_dir()
     # Folders that do not exist yet cannot belong to another user.
     for path in filter(Path.is_dir, (cache_root(), folder.parent, folder)):
-        require_own(path)
-    return changed(folder / f"{name}.seal")
+        require_not_writable_by_others(path)
+    return reason_seal_is_invalid(folder / f"{name}.seal")
 
 
 def build() -> list[str]:
@@ -151,14 +157,14 @@ def build() -> list[str]:
     _require_tools()
     folder = cache_dir()
     try:
-        cache_folder("extensions", folder.name)
+        make_cache_folder("extensions", folder.name)
         with filelock.FileLock(folder / ".lock"):
             # Another process may have built them while this one waited for the lock.
             names = _unbuilt()
             _compile(names, folder)
             for library in (folder / f"{name}.so" for name in names):
                 if library.exists():
-                    seal(library.with_suffix(".seal"), [library])
+                    seal_files(library.with_suffix(".seal"), [library])
     except OSError as error:
         raise MissingDependency(
             f"cannot write the cache folder {folder}: {error}. "
@@ -360,7 +366,7 @@ def _start(work: Path) -> subprocess.Popen[bytes]:
 def _build_environment() -> dict[str, str]:
     values = {
         "PATH": _search_path(),
-        "MAX_JOBS": os.environ.get("MAX_JOBS") or str(machine.cores()),
+        "MAX_JOBS": os.environ.get("MAX_JOBS") or str(machine.usable_core_count()),
     }
     # Newer setuptools use CFLAGS in place of Python's flags and older ones add CFLAGS to them, so
     # CFLAGS has Python's flags too. Both CPU extensions only forward calls, so -O1 costs nothing.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ortlaunch.evaluation_metrics import measures_of, metrics_of
+from ortlaunch.evaluation_metrics import measures_of_task, metrics_of_task
 from ortlaunch.recipe.fields.best import DirectedMetric
 from ortlaunch.recipe.fields.recipe import Recipe
 from ortlaunch.recipe.fields.sweep import Search
@@ -13,7 +13,7 @@ from ortlaunch.recipe.text.place import Problem
 
 def evaluates_with_scores(recipe: Recipe) -> bool:
     """Return whether a transformers task's metrics need the scores, and not only the loss."""
-    needed = any(measure.needs_scores for measure in measures_of(recipe.model.task))
+    needed = any(measure.needs_scores for measure in measures_of_task(recipe.model.task))
     return needed or bool(recipe.model.traits.predicts and recipe.train.metric)
 
 
@@ -44,7 +44,7 @@ def best_rules(recipe: Recipe) -> Iterator[Problem]:
 
 def _metric(recipe: Recipe, path: str, asked: DirectedMetric) -> Iterator[Problem]:
     # Names of the user's own metrics are known only when they run: any name is accepted then.
-    known = metrics_of(recipe.model.task)
+    known = metrics_of_task(recipe.model.task)
     own = recipe.train.metric is not None or recipe.model.traits.is_own
     if asked.metric not in known and not own:
         yield (

@@ -19,7 +19,7 @@ from ortlaunch.recipe.fields.recipe import Recipe
 from ortlaunch.recipe.fields.section import DOES_NOTHING, MOST, chosen
 from ortlaunch.recipe.rules.model_rules import function
 from ortlaunch.recipe.text.place import Problem
-from ortlaunch.units import human
+from ortlaunch.units import human_bytes
 
 _LEARNED = ("train_on", "train_on_end")
 _CHATS = ("system_column", "input_column", "role_key", "content_key", "roles", "prompt",
@@ -187,7 +187,7 @@ def _stream(key: str, corpus: Corpus, recipe: Recipe) -> Iterator[Problem]:
         (path, whole, "is for text without labels; chats, labels and pairs of sentences need all "
          "rows: leave it out"),
         (f"{path}.buffer", stream.buffer_bytes < least, f"got {stream.buffer}, less than four windows of "
-         f"shuffle: {stream.shuffle} samples, {human(least)}; enlarge it, or lower shuffle"),
+         f"shuffle: {stream.shuffle} samples, {human_bytes(least)}; enlarge it, or lower shuffle"),
         (f"{key}.most_rows", corpus.most_rows, f"{unknown} fewer files"),
         ("data.tokenizer.train", isinstance(data.tokenizer, TokenizerTraining),
          f"{unknown} the name or folder of a tokenizer"),

@@ -21,7 +21,7 @@ from ortlaunch.recipe.rules.schedule_rules import schedule_rules
 from ortlaunch.recipe.rules.submit_rules import submit_rules
 from ortlaunch.recipe.text.place import Problem
 from ortlaunch.tasks import TASKS
-from ortlaunch.units import counted
+from ortlaunch.units import count_with_noun
 
 
 def broken(recipe: Recipe) -> Iterator[Problem]:
@@ -157,7 +157,7 @@ def _batch_on(total: int, per_rank: int, shown: str, ranks: int, exact: bool) ->
         "launch.nodes",
         "launch.processes_per_node",
     )
-    of_ranks = counted(ranks, "rank")
+    of_ranks = count_with_noun(ranks, "rank")
     if exact and total != per_rank * ranks:
         yield (
             paths,

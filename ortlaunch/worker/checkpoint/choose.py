@@ -15,7 +15,7 @@ from ortlaunch.errors import CheckpointError, InputError
 from ortlaunch.launch_plan import Plan
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder import origin
-from ortlaunch.run_folder.folder import MANIFEST, RunDir, read_json
+from ortlaunch.run_folder.folder import MANIFEST, RunDir, read_own_json
 from ortlaunch.run_folder.resume_record import ResumeRecord
 from ortlaunch.worker.checkpoint.manifest import samples_seen
 from ortlaunch.worker.checkpoint.snapshot import INDEX
@@ -37,7 +37,7 @@ class CompleteCheckpoint(NamedTuple):
     @property
     def streams(self) -> list[list[int]]:
         """The positions of the streamed sources after these samples."""
-        found: list[list[int]] = read_json(self.folder / INDEX)["state"].get("streams", [])
+        found: list[list[int]] = read_own_json(self.folder / INDEX)["state"].get("streams", [])
         return found
 
 
@@ -72,7 +72,7 @@ def _elsewhere(requested: ResumeRecord, group: DistributedContext) -> CompleteCh
     for path in there[:1] if requested.exact else there:
         wrong = damage(path, group)
         if not wrong:
-            return CompleteCheckpoint(int(read_json(path / MANIFEST)["step"]), path)
+            return CompleteCheckpoint(int(read_own_json(path / MANIFEST)["step"]), path)
         lines.append(f"{path} is damaged: {wrong}")
         group.print_once(f"  skipped: {lines[-1]}")
     raise CheckpointError(
@@ -114,12 +114,12 @@ def explain(
         InputError: the checkpoint is of another training, and no option allows that.
     """
     requested = ResumeRecord.read(run)
-    made = origin.read(found.folder)
+    made = origin.read_checkpoint_origin(found.folder)
     if made is None or not run.plan.exists():
         return
-    changes = origin.differences(made, {**origin.of_run(run, recipe), **identity})
+    changes = origin.origin_changes(made, {**origin.origin_of_run(run, recipe), **identity})
     if Plan.read(run.plan).traits.evaluates:
-        changes = origin.of_evaluation(found.folder, changes)
+        changes = origin.changes_affecting_evaluation(found.folder, changes)
     # The control side has reported all other fields of this checkpoint.
     if requested.checkpoint == os.path.abspath(found.folder):
         unknown = {f"{part}.{name}" for part, values in identity.items() for name in values}

@@ -9,22 +9,28 @@ import contextlib
 import os
 from pathlib import Path
 
-from ortlaunch.run_folder.file_sums import ABSENT, sum_of
-from ortlaunch.run_folder.folder import COMPLETE, MANIFEST, RunDir, write_json, write_text
+from ortlaunch.run_folder.file_sums import ABSENT, checksum_of_file
+from ortlaunch.run_folder.folder import (
+    COMPLETE,
+    MANIFEST,
+    RunDir,
+    write_json_atomically,
+    write_text_atomically,
+)
 
 # Errors that prove a file missing. Other read errors prove nothing about the file.
 
 
 def complete(run: RunDir, step: int, manifest: dict[str, object]) -> None:
     """Rename the folder and write its mark, in this order also on the disk."""
-    folder = run.checkpoint(step)
-    partial = run.partial(step)
-    write_json(partial / MANIFEST, manifest)
+    folder = run.checkpoint_folder(step)
+    partial = run.partial_checkpoint_folder(step)
+    write_json_atomically(partial / MANIFEST, manifest)
     # The names in a folder are flushed apart from the files' contents.
     for inside in (partial, *(path for path in partial.rglob("*") if path.is_dir())):
         _flush_folder(inside)
     os.replace(partial, folder)
-    write_text(folder / COMPLETE, f"{sum_of(folder / MANIFEST)}\n")
+    write_text_atomically(folder / COMPLETE, f"{checksum_of_file(folder / MANIFEST)}\n")
     _flush_folder(folder)
     _flush_folder(run.checkpoints)
 
@@ -43,7 +49,7 @@ def damage_of_mark(folder: Path) -> str:
     try:
         # COMPLETE holds the manifest's checksum, so it also protects the manifest.
         whole = (folder / COMPLETE).read_text(encoding="utf-8").strip() == str(
-            sum_of(folder / MANIFEST)
+            checksum_of_file(folder / MANIFEST)
         )
     except (*ABSENT, ValueError) as error:
         return f"{MANIFEST} or {COMPLETE} cannot be read: {error}"

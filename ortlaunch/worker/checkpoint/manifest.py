@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ortlaunch.run_folder.file_sums import File
-from ortlaunch.run_folder.folder import MANIFEST, RunDir, read_json
+from ortlaunch.run_folder.file_sums import SizeAndChecksum
+from ortlaunch.run_folder.folder import MANIFEST, RunDir, read_own_json
 
 
-def manifest_of(step: int, samples: int, ranks: int, files: dict[str, File]) -> dict[str, object]:
+def manifest_of(
+    step: int, samples: int, ranks: int, files: dict[str, SizeAndChecksum]
+) -> dict[str, object]:
     """Return the manifest of a checkpoint.
 
     Args:
@@ -31,5 +33,5 @@ def newest(run: RunDir) -> tuple[int, Path] | None:
 
 def samples_seen(folder: Path) -> int:
     """Return how many samples the steps up to this checkpoint took, with any batch sizes."""
-    seen: int = read_json(folder / MANIFEST)["samples"]
+    seen: int = read_own_json(folder / MANIFEST)["samples"]
     return seen

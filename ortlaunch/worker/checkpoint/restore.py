@@ -15,8 +15,8 @@ from torch import nn
 
 from ortlaunch.errors import CheckpointError
 from ortlaunch.json_types import Json
-from ortlaunch.run_folder.folder import read_json
-from ortlaunch.units import counted
+from ortlaunch.run_folder.folder import read_own_json
+from ortlaunch.units import count_with_noun
 from ortlaunch.worker.checkpoint.snapshot import BUFFER, FORMAT, INDEX, WEIGHT, file_of
 from ortlaunch.worker.checkpoint.tensor_file import Entry, read_header, read_range
 from ortlaunch.worker.model.named_state import (
@@ -104,7 +104,7 @@ class Shards:
 
 def _index_of(folder: Path) -> Json:
     try:
-        index: Json = dict(read_json(folder / INDEX))
+        index: Json = dict(read_own_json(folder / INDEX))
     except (FileNotFoundError, ValueError, TypeError) as error:
         raise CheckpointError(
             f"{folder / INDEX} is not an index of a checkpoint: {error}"
@@ -215,7 +215,11 @@ def _load_optimizer(shards: Shards, named: NamedState) -> list[str]:
     if not new:
         return []
     there = shards.index["optimizer"]["class"]
-    some = "" if len(new) == len(named.parts) else f" for {counted(len(new), 'tensor')}: {new[0]}"
+    some = (
+        ""
+        if len(new) == len(named.parts)
+        else f" for {count_with_noun(len(new), 'tensor')}: {new[0]}"
+    )
     return [
         f"the checkpoint has the state of {there}; {type(named.optimizer).__name__} starts "
         f"with a new state{some}"

@@ -6,19 +6,19 @@ import contextlib
 
 from ortlaunch.json_types import Json
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.run_folder.lines import append_line, json_lines
+from ortlaunch.run_folder.lines import append_json_line, read_json_lines
 from ortlaunch.run_folder.records import SaveLine, as_json
 
 
 def record(run: RunDir, line: SaveLine) -> None:
     """Add a line; on a full disk it is left out, because the log has it, too."""
     with contextlib.suppress(OSError):
-        append_line(run.saves, as_json(line))
+        append_json_line(run.saves, as_json(line))
 
 
 def records(run: RunDir) -> list[Json]:
     """Return all readable lines."""
-    return json_lines(run.saves, "step").found
+    return read_json_lines(run.saves, "step").values
 
 
 def untold(run: RunDir) -> list[int]:

@@ -18,8 +18,8 @@ from ortlaunch.json_types import Json
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder import origin
 from ortlaunch.run_folder.folder import COMPLETE, RunDir
-from ortlaunch.run_folder.held import is_held
-from ortlaunch.run_folder.lines import json_lines
+from ortlaunch.run_folder.held import is_checkpoint_held
+from ortlaunch.run_folder.lines import read_json_lines
 from ortlaunch.run_folder.records import SaveLine
 from ortlaunch.worker.checkpoint import saves
 from ortlaunch.worker.checkpoint.background import Background
@@ -52,7 +52,9 @@ class Saving:
         self.recipe = recipe
         self.group = group
         self.stepper = stepper
-        self.made_by = {**origin.of_run(run, recipe), **identity} if run.plan.exists() else {}
+        self.made_by = (
+            {**origin.origin_of_run(run, recipe), **identity} if run.plan.exists() else {}
+        )
         self.policy = recipe.checkpoint
         # Becomes an earlier step when train.stop_after ends the training.
         self.last_step = recipe.train.steps
@@ -227,13 +229,13 @@ def prune(
     found = run.complete_checkpoints()
     spared = {*needed, *(_for_good([step for step, _ in found], keep_every) if keep_every else ())}
     for step, folder in found[:-keep]:
-        if step not in spared and not is_held(folder):
+        if step not in spared and not is_checkpoint_held(folder):
             with contextlib.suppress(FileNotFoundError):
                 # First, so that nobody loads the checkpoint during its removal.
                 (folder / COMPLETE).unlink()
             shutil.rmtree(folder, ignore_errors=True)
             # An incomplete one is of a killed run: a command that writes one holds the checkpoint.
-            partial = run.exported(step, "huggingface").parent.glob(f"{folder.name}*.partial")
+            partial = run.export_folder(step, "huggingface").parent.glob(f"{folder.name}*.partial")
             for export in (*automatic_exports(run, step), *partial):
                 shutil.rmtree(export, ignore_errors=True)
 
@@ -243,8 +245,8 @@ def automatic_exports(run: RunDir, step: int) -> list[Path]:
     # The newest line of a folder counts: a user may have written another export there since. Only
     # its name is compared, because a run folder may have been moved.
     newest = {}
-    for line in json_lines(run.exports, "step", "format", "folder").found:
-        folder = run.exported(step, line["format"])
+    for line in read_json_lines(run.exports, "step", "format", "folder").values:
+        folder = run.export_folder(step, line["format"])
         if line["step"] == step and Path(line["folder"]).name == folder.name:
             newest[folder] = line.get("automatic") and not line.get("error")
     return [folder for folder, automatic in newest.items() if automatic]

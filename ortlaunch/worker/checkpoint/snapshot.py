@@ -22,8 +22,8 @@ import torch
 
 from ortlaunch.errors import CheckpointError
 from ortlaunch.json_types import Json
-from ortlaunch.run_folder.file_sums import File
-from ortlaunch.run_folder.folder import write_json
+from ortlaunch.run_folder.file_sums import SizeAndChecksum
+from ortlaunch.run_folder.folder import write_json_atomically
 from ortlaunch.worker.checkpoint.tensor_file import write_tensors
 from ortlaunch.worker.model.named_state import (
     STATE_TENSORS,
@@ -65,11 +65,11 @@ class Snapshot:
         ]
         return replace(self, tensors=copies)
 
-    def write(self, folder: Path) -> dict[str, File]:
+    def write(self, folder: Path) -> dict[str, SizeAndChecksum]:
         """Write this rank's file, and on rank 0 the index; return the file with its checksum."""
         name = file_of(self.rank)
         if self.rank == 0:
-            write_json(folder / INDEX, self.index)
+            write_json_atomically(folder / INDEX, self.index)
         return {
             name: write_tensors(folder / name, self.tensors, {"numbers": json.dumps(self.numbers)})
         }

@@ -18,7 +18,7 @@ import torch
 
 from ortlaunch.errors import CheckpointError, InputError
 from ortlaunch.json_types import Json
-from ortlaunch.run_folder.file_sums import File, sum_of_blocks
+from ortlaunch.run_folder.file_sums import SizeAndChecksum, checksum_of_blocks
 
 # The dtypes' names in the safetensors format.
 _DTYPES = {
@@ -53,7 +53,7 @@ class Entry(NamedTuple):
 
 def write_tensors(
     path: Path, tensors: Sequence[tuple[str, Sequence[int], torch.Tensor]], metadata: dict[str, str]
-) -> File:
+) -> SizeAndChecksum:
     """Write (key, shape, flat tensor) in this order, and flush them to the disk.
 
     Returns:
@@ -77,7 +77,7 @@ def write_tensors(
     size = 8 + len(text) + end
     with open(path, "wb") as file:
         # Summed from memory, so that a later check detects faults of the disk.
-        total = sum_of_blocks(_written(file, head, [tensor for _, _, tensor in tensors]))
+        total = checksum_of_blocks(_written(file, head, [tensor for _, _, tensor in tensors]))
         file.flush()
         os.fsync(file.fileno())
     return {"bytes": size, "crc32": total}

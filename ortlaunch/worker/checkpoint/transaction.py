@@ -14,16 +14,20 @@ from pathlib import Path
 
 from ortlaunch.errors import CheckpointError
 from ortlaunch.json_types import Json
-from ortlaunch.run_folder.file_sums import File, files_below, flushed
+from ortlaunch.run_folder.file_sums import (
+    SizeAndChecksum,
+    flush_and_checksum_files,
+    list_files_below,
+)
 from ortlaunch.run_folder.folder import (
     COMPLETE,
     MANIFEST,
     RunDir,
-    read_json,
-    write_json,
+    read_own_json,
+    write_json_atomically,
 )
 from ortlaunch.run_folder.origin import ORIGIN
-from ortlaunch.units import human
+from ortlaunch.units import human_bytes
 from ortlaunch.worker.checkpoint.complete import complete
 from ortlaunch.worker.checkpoint.manifest import manifest_of, newest
 from ortlaunch.worker.checkpoint.snapshot import Snapshot, take
@@ -69,7 +73,7 @@ def snapshot(
         CheckpointError: it could not be made; all ranks raise the same.
     """
     found = []
-    with _agreed(run, group, run.partial(step)):
+    with _agreed(run, group, run.partial_checkpoint_folder(step)):
         taken = take(stepper.named_state(), dict(state), group)
         found.append(taken.copied() if copied else taken)
     return found[0]
@@ -79,13 +83,13 @@ def write(
     run: RunDir, made_by: Json, group: DistributedContext, taken: Snapshot, step: int, samples: int
 ) -> Path:
     """Write a snapshot completely or not at all (collective); arguments and errors as of `save`."""
-    folder = run.checkpoint(step)
-    partial = run.partial(step)
+    folder = run.checkpoint_folder(step)
+    partial = run.partial_checkpoint_folder(step)
     with _agreed(run, group, partial):
         if group.rank == 0:
             _begin(run, partial)
-            write_json(partial / ORIGIN, made_by) if made_by else None
-    files: dict[str, File] = {}
+            write_json_atomically(partial / ORIGIN, made_by) if made_by else None
+    files: dict[str, SizeAndChecksum] = {}
     # Each rank writes its own file, and knows its checksum without reading it again.
     with _agreed(run, group, partial):
         files = taken.write(partial)
@@ -93,9 +97,9 @@ def write(
     # Rank 0 sums the files that no rank summed, such as the index.
     with _agreed(run, group, partial):
         if group.rank == 0:
-            files_of_all = [str(path.relative_to(partial)) for path in files_below(partial)]
+            files_of_all = [str(path.relative_to(partial)) for path in list_files_below(partial)]
             others = [name for name in files_of_all if name not in written]
-            files.update(flushed(partial, others))
+            files.update(flush_and_checksum_files(partial, others))
     files = dict(ChainMap(*group.gather(files)))
     with _agreed(run, group, partial):
         if group.rank == 0:
@@ -148,10 +152,10 @@ def _require_room(run: RunDir) -> None:
     there = newest(run)
     if there is None:
         return
-    needed = sum(file["bytes"] for file in read_json(there[1] / MANIFEST)["files"].values())
+    needed = sum(file["bytes"] for file in read_own_json(there[1] / MANIFEST)["files"].values())
     free = shutil.disk_usage(run.checkpoints).free
     if free < needed:
         raise CheckpointError(
-            f"{run.checkpoints}: {human(free)} are free, and a checkpoint needs "
-            f"{human(needed)}. Free disk space, or lower checkpoint.keep"
+            f"{run.checkpoints}: {human_bytes(free)} are free, and a checkpoint needs "
+            f"{human_bytes(needed)}. Free disk space, or lower checkpoint.keep"
         )

@@ -8,8 +8,8 @@ import re
 from pathlib import Path
 
 from ortlaunch.errors import CheckpointError
-from ortlaunch.run_folder.file_sums import difference
-from ortlaunch.run_folder.folder import MANIFEST, RunDir, read_json
+from ortlaunch.run_folder.file_sums import difference_from_record
+from ortlaunch.run_folder.folder import MANIFEST, RunDir, read_own_json
 from ortlaunch.worker.checkpoint.complete import damage_of_mark
 from ortlaunch.worker.checkpoint.manifest import newest
 from ortlaunch.worker.process_group.distributed import DistributedContext
@@ -118,10 +118,12 @@ def damage(folder: Path, group: DistributedContext) -> str:
 
 
 def _damage_of_files(folder: Path, rank: int, ranks: int) -> list[str]:
-    files = sorted(read_json(folder / MANIFEST)["files"].items())
+    files = sorted(read_own_json(folder / MANIFEST)["files"].items())
     # Every `ranks`-th file, so that all ranks have about as many.
     return [
-        wrong for name, file in files[rank::ranks] if (wrong := difference(folder / name, file))
+        wrong
+        for name, file in files[rank::ranks]
+        if (wrong := difference_from_record(folder / name, file))
     ]
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch.utils.data import default_collate
 
-from ortlaunch.cache import take_notes
+from ortlaunch.cache import take_cache_notes
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.data import Corpus, HeldOut, MaskedLm, StreamSettings, is_chat
 from ortlaunch.tasks import Task
@@ -173,7 +173,7 @@ def load_data(
     Rank 0 prints the notes of all ranks, for example about changed files of the cache.
     """
     data = data or LoadedData(recipe, vocabulary=vocabulary)
-    group.print_all(take_notes())
+    group.print_all(take_cache_notes())
     return data
 
 

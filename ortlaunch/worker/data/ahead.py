@@ -23,7 +23,13 @@ import torch
 from torch.utils.data import Dataset
 
 from ortlaunch.die_with_parent import die_with_parent
-from ortlaunch.errors import DataWorkerError, HookError, InputError, OrtlaunchError, first_line
+from ortlaunch.errors import (
+    DataWorkerError,
+    HookError,
+    InputError,
+    OrtlaunchError,
+    first_message_line,
+)
 from ortlaunch.process import wait_until
 from ortlaunch.recipe.fields.data import BATCHES_EACH_WORKER
 from ortlaunch.worker.supervision.child import PASSED_ON
@@ -173,7 +179,7 @@ def _by_processes(read: Read, ahead: Iterator[Places], reader: Reader) -> Iterat
         # They ignore the signal that would end them with the rank.
         for worker in {*multiprocessing.active_children()} - {*others}:
             worker.kill()
-        raise _failure(f"no process could be started: {first_line(error)}") from error
+        raise _failure(f"no process could be started: {first_message_line(error)}") from error
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.close(sender)
@@ -189,7 +195,7 @@ def _by_processes(read: Read, ahead: Iterator[Places], reader: Reader) -> Iterat
                 batch = next(found)
             # ConnectionError among them, where a worker ended while its batch was taken.
             except (OSError, EOFError, RuntimeError) as error:
-                raise _failure(_end_of(workers, receiver) or first_line(error)) from error
+                raise _failure(_end_of(workers, receiver) or first_message_line(error)) from error
             yield batch
     finally:
         os.close(receiver)
@@ -262,7 +268,9 @@ def _be_left_alone(rank: int, sender: int) -> Callable[[int], None]:
         """End the process with the error of the thread that hands over its batches."""
         # Otherwise the thread would print the error, and the rank would wait for the batch for ever.
         traceback.print_exception(error)
-        os.write(sender, f"{type(error).__name__}: {first_line(error)}\n".encode()[:_ERROR_BYTES])
+        os.write(
+            sender, f"{type(error).__name__}: {first_message_line(error)}\n".encode()[:_ERROR_BYTES]
+        )
         os._exit(1)
 
     def begin(number: int) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ortlaunch.cache import note
+from ortlaunch.cache import add_cache_note
 from ortlaunch.json_types import Json
 from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.recipe.fields.prompts import CHAT_TEMPLATES
@@ -336,7 +336,8 @@ class Conversations:
                 "(data.sequence_length)"
             )
         if cut or without:
-            note(f"{name}: {cut:,} of {len(sizes):,} chats are longer than data.sequence_length ({length}) and cut off"
+            add_cache_note(f"{name}: {cut:,} of {len(sizes):,} chats are longer than data.sequence_length "
+                 f"({length}) and cut off"
                  + (f"; {without:,} without an answer before that are left out" if without else ""))  # fmt: skip
 
     def __len__(self) -> int:

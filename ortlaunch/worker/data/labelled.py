@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ortlaunch.cache import note
+from ortlaunch.cache import add_cache_note
 from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.worker.data.corpus import fingerprint
 from ortlaunch.worker.data.label_rows import (
@@ -386,7 +386,7 @@ def number_as_trained(samples: Samples, known: Mapping[str, int], classes: int) 
     ):
         numbers = {label: int(label) for label in word_of if not classes or int(label) < classes}
         if are_named and numbers:
-            note(f"data: labels are whole numbers and no class names; they are read as class numbers: "
+            add_cache_note(f"data: labels are whole numbers and no class names; they are read as class numbers: "
                  f"0 is {min(known, key=known.__getitem__)!r}")  # fmt: skip
     if unknown := [label for label in word_of if label not in numbers]:
         locations = dict(part.largest for part in parts)

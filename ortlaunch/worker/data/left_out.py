@@ -10,7 +10,7 @@ from dataclasses import MISSING, fields
 
 from ortlaunch.errors import DamagedFile
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.run_folder.lines import json_lines
+from ortlaunch.run_folder.lines import read_json_lines
 from ortlaunch.run_folder.records import BadStep
 
 
@@ -21,18 +21,18 @@ def recorded(run: RunDir) -> Iterator[BadStep]:
         DamagedFile: a complete line cannot be read, so it is unknown which samples it skips.
     """
     known = [each.name for each in fields(BadStep)]
-    lines = json_lines(
+    lines = read_json_lines(
         run.bad_steps, *(each.name for each in fields(BadStep) if each.default is MISSING)
     )
-    if lines.left_out:
+    if lines.unreadable:
         raise DamagedFile(
             f"{run.bad_steps}: this list of excluded samples is damaged: "
-            f"{'; '.join(lines.left_out)}; remove the line if its samples may be trained on"
+            f"{'; '.join(lines.unreadable)}; remove the line if its samples may be trained on"
         )
     yield from (
         # Fields of later versions are ignored.
         BadStep(**{name: line[name] for name in known if name in line})
-        for line in lines.found
+        for line in lines.values
     )
 
 

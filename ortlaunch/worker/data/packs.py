@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from ortlaunch.cache import note
+from ortlaunch.cache import add_cache_note
 from ortlaunch.recipe.fields.data import Data
 from ortlaunch.worker.data.mixture import Mixture
 from ortlaunch.worker.data.samples import IGNORED, Sample, Samples
@@ -38,7 +38,7 @@ class Packs:
         self.members = np.argsort(packs, kind="stable")
         self.ends = np.cumsum(np.bincount(packs))
         filled = sizes.sum() / (len(self) * length)
-        note(
+        add_cache_note(
             f"{key}: {len(samples):,} chats are packed into {len(self):,} samples of {length} "
             f"tokens, {filled:.1%} of them filled"
         )

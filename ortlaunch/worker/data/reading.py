@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple
 
 from ortlaunch.cause import Cause
-from ortlaunch.errors import InputError, first_line
+from ortlaunch.errors import InputError, first_message_line
 from ortlaunch.json_types import Json, parse_json
 from ortlaunch.recipe.first_rows import OPENERS, SEPARATORS
 from ortlaunch.recipe.inputs import require_no_pointers
@@ -113,7 +113,7 @@ def read_file(path: str, form: str, document: str = "paragraph") -> Iterator[Row
         raise
     # Only the readers' own code runs here, and each library has errors of its own for bad files.
     except Exception as error:
-        reason = getattr(error, "strerror", None) or first_line(error)
+        reason = getattr(error, "strerror", None) or first_message_line(error)
         raise DataError(f"{path}: cannot be read as {form}: {reason}") from error
 
 
@@ -375,7 +375,9 @@ def _by_datasets(path: str, form: str, document: str) -> Iterator[Row]:
     # RuntimeError.
     except RuntimeError as error:
         if not isinstance(error.__cause__, StopIteration):
-            raise DataError(f"{path}: cannot be read as {form}: {first_line(error)}") from error
+            raise DataError(
+                f"{path}: cannot be read as {form}: {first_message_line(error)}"
+            ) from error
         raise DataError(f"{path}: has no rows") from error
 
 

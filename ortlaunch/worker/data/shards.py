@@ -14,7 +14,7 @@ from typing import IO, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ortlaunch.cache import changed, own_seal, seal
+from ortlaunch.cache import reason_seal_is_invalid, seal_files, single_file_seal_path
 
 SHARD = 1 << 28
 """Tokens of a shard: 1 GiB."""
@@ -77,7 +77,9 @@ def shard_paths(base: Path) -> list[Path]:
 def wrong(base: Path, tokens: int) -> str:
     """Return why the first `tokens` tokens of interrupted shards are not intact, or ""."""
     full, rest = divmod(tokens, SHARD)
-    reasons = (changed(own_seal(_path(base, number))) for number in range(full))
+    reasons = (
+        reason_seal_is_invalid(single_file_seal_path(_path(base, number))) for number in range(full)
+    )
     last = _path(base, full)
     # The last shard is not sealed yet; only its size can be checked.
     short = rest and (last.stat().st_size if last.exists() else 0) < rest * _BYTES
@@ -100,11 +102,11 @@ class ShardWriter:
         self.room = SHARD - rest
         for path in shard_paths(base)[self.number + bool(rest) :]:
             path.unlink()
-            own_seal(path).unlink(missing_ok=True)
+            single_file_seal_path(path).unlink(missing_ok=True)
         self.file: IO[bytes] = self._path.open("r+b" if rest else "wb")
         self.file.truncate(rest * _BYTES)
         self.file.seek(0, os.SEEK_END)
-        own_seal(self._path).unlink(missing_ok=True)
+        single_file_seal_path(self._path).unlink(missing_ok=True)
 
     @property
     def _path(self) -> Path:
@@ -116,7 +118,7 @@ class ShardWriter:
             # NumPy's `tofile` does not report a full disk as such, only the amount written.
             self.file.write(ids[: self.room].data)
             self.file.close()
-            seal(own_seal(self._path), [self._path])
+            seal_files(single_file_seal_path(self._path), [self._path])
             ids = ids[self.room :]
             self.room = SHARD
             self.number = self.number + 1

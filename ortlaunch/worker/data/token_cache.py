@@ -23,11 +23,11 @@ import numpy as np
 from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
-from ortlaunch.cache import cache_folder, renew
+from ortlaunch.cache import make_cache_folder, rebuild_if_changed
 from ortlaunch.errors import DamagedFile
 from ortlaunch.json_types import Json
 from ortlaunch.recipe.fields.data import Corpus
-from ortlaunch.run_folder.folder import is_temporary, read_json, write_json
+from ortlaunch.run_folder.folder import is_temporary_file, read_own_json, write_json_atomically
 from ortlaunch.worker.data.corpus import documents_read, fingerprint
 from ortlaunch.worker.data.shards import (
     SHARD,
@@ -153,9 +153,14 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def stored(work: Work, show_progress: ShowProgress = silent) -> Documents:
     """Return the tokens from the cache; the first process writes them, the others wait."""
-    base = cache_folder("tokens") / hashlib.sha256(f"{SHARD} {work.key}".encode()).hexdigest()[:16]
+    base = (
+        make_cache_folder("tokens")
+        / hashlib.sha256(f"{SHARD} {work.key}".encode()).hexdigest()[:16]
+    )
     with _alone(base, show_progress):
-        renew(base.with_suffix(".seal"), lambda: _write_tokens(base, work, show_progress))
+        rebuild_if_changed(
+            base.with_suffix(".seal"), lambda: _write_tokens(base, work, show_progress)
+        )
         # Removed only after the seal, as sealing may be interrupted too.
         base.with_suffix(".written").unlink(missing_ok=True)
     return Documents(joined(base), mapped(base.with_suffix(".ends"), np.int64))
@@ -179,7 +184,7 @@ def _write_tokens(base: Path, work: Work, show_progress: ShowProgress) -> list[P
     note = base.with_suffix(".written")
     # A process killed while it wrote a note or a seal left a temporary file. This process has the
     # lock, so no other one is writing them.
-    for left in filter(is_temporary, base.parent.glob(f".{base.name}.*")):
+    for left in filter(is_temporary_file, base.parent.glob(f".{base.name}.*")):
         left.unlink()
     before = _written(base, ends, note)
     unwritten = chunks(itertools.islice(work.items(), before.documents, None))
@@ -198,7 +203,7 @@ def _written(base: Path, ends: Path, note: Path) -> Written:
     if not all(path.exists() for path in (ends, note)):
         return Written()
     try:
-        found = Written(**read_json(note))
+        found = Written(**read_own_json(note))
     except (DamagedFile, TypeError):
         return Written()
     whole = ends.stat().st_size >= found.documents * 8 and not wrong(base, found.tokens)
@@ -241,7 +246,7 @@ def _save(tokens: ShardWriter, after: IO[bytes], note: Path, done: Written) -> N
     tokens.sync()
     after.flush()
     os.fsync(after.fileno())
-    write_json(note, done._asdict())
+    write_json_atomically(note, done._asdict())
 
 
 def encoded(

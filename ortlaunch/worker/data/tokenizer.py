@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock
 
-from ortlaunch.cache import cache_folder, note, renew
+from ortlaunch.cache import add_cache_note, make_cache_folder, rebuild_if_changed
 from ortlaunch.errors import InputError
 from ortlaunch.recipe.fields.data import Data, TokenizerTraining, is_chat
 from ortlaunch.recipe.fields.prompts import CHAT_TEMPLATES
@@ -133,10 +133,10 @@ def _trained(data: Data, training: TokenizerTraining) -> Path:
     key = hashlib.sha256(f"{corpus} {training.train} {training.vocab_size}".encode()).hexdigest()[
         :16
     ]
-    folder = cache_folder("tokenizers") / key
+    folder = make_cache_folder("tokenizers") / key
     # Of all processes that share the cache, the first one trains; the others wait.
     with FileLock(f"{folder}.lock"):
-        renew(folder.with_suffix(".seal"), lambda: _train_into(folder, data, training))
+        rebuild_if_changed(folder.with_suffix(".seal"), lambda: _train_into(folder, data, training))
     return folder
 
 
@@ -160,7 +160,9 @@ def _texts(data: Data) -> Iterator[str]:
             # The training's time grows with the square of a word's length.
             cut, count = _LONG_WORD.subn(r"\g<0> ", text)
             if count:
-                note("data.tokenizer: words of more than 1,000 characters were cut to train it")
+                add_cache_note(
+                    "data.tokenizer: words of more than 1,000 characters were cut to train it"
+                )
             yield cut
 
 

@@ -17,8 +17,12 @@ from ortlaunch.model_tasks import MODEL_TASKS
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.data import Data as Fields
 from ortlaunch.recipe.fields.data import TokenizerTraining
-from ortlaunch.run_folder.file_sums import difference, files_below, flushed
-from ortlaunch.run_folder.folder import RunDir, read_json, write_json
+from ortlaunch.run_folder.file_sums import (
+    difference_from_record,
+    flush_and_checksum_files,
+    list_files_below,
+)
+from ortlaunch.run_folder.folder import RunDir, read_own_json, write_json_atomically
 from ortlaunch.run_folder.records import VocabularyRecord, as_json
 from ortlaunch.run_folder.resume_record import ResumeRecord
 from ortlaunch.worker.data.tokenizer import pinned
@@ -47,10 +51,10 @@ def of_run(run: RunDir) -> Vocabulary | None:
     if not run.vocabulary.exists():
         return None
     try:
-        found = VocabularyRecord(**read_json(run.vocabulary))
+        found = VocabularyRecord(**read_own_json(run.vocabulary))
         labels = {str(word): number for number, word in enumerate(found.labels)}
         for name, file in found.tokenizer_files.items():
-            if wrong := difference(run.tokenizer / name, file):
+            if wrong := difference_from_record(run.tokenizer / name, file):
                 raise DamagedFile(f"{run.tokenizer}: is damaged: {wrong}")
     except (DamagedFile, TypeError) as error:
         raise DamagedFile(
@@ -72,7 +76,9 @@ def goes_on_with(run: RunDir, recipe: Recipe) -> Vocabulary | None:
         return None
     # A kept tokenizer is used only if the recipe trains the same one. A tokenizer that the recipe
     # names is loaded by its name, as it was for the data's identity in the checkpoint.
-    same = read_json(source.vocabulary)["trained_tokenizer"] == _requested(recipe.data) is not None
+    same = (
+        read_own_json(source.vocabulary)["trained_tokenizer"] == _requested(recipe.data) is not None
+    )
     return found if same else found._replace(tokenizer=None)
 
 
@@ -107,15 +113,15 @@ def keep(
     if (
         run.complete_checkpoints()
         and run.vocabulary.exists()
-        and {**read_json(run.vocabulary), "tokenizer_files": {}} == as_json(record)
+        and {**read_own_json(run.vocabulary), "tokenizer_files": {}} == as_json(record)
     ):
         return
     shutil.rmtree(run.tokenizer, ignore_errors=True)
     if tokenizer is not None:
         tokenizer.save_pretrained(run.tokenizer)
-        names = [str(path.relative_to(run.tokenizer)) for path in files_below(run.tokenizer)]
-        record.tokenizer_files = flushed(run.tokenizer, names)
-    write_json(run.vocabulary, as_json(record))
+        names = [str(path.relative_to(run.tokenizer)) for path in list_files_below(run.tokenizer)]
+        record.tokenizer_files = flush_and_checksum_files(run.tokenizer, names)
+    write_json_atomically(run.vocabulary, as_json(record))
 
 
 def _requested(data: Fields) -> Json | None:

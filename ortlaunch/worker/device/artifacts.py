@@ -24,9 +24,9 @@ from ortlaunch.recipe.fields.engine import Engine
 from ortlaunch.recipe.fields.recipe import Batch as BatchSizes
 from ortlaunch.run_folder.device_folder import DeviceFolder
 from ortlaunch.run_folder.export_records import DeviceArtifacts, DeviceParameter
-from ortlaunch.run_folder.folder import write_json, write_text
+from ortlaunch.run_folder.folder import write_json_atomically, write_text_atomically
 from ortlaunch.run_folder.records import as_json
-from ortlaunch.user_modules import factories
+from ortlaunch.user_modules import recipe_factories
 from ortlaunch.worker.data import LoadedData
 from ortlaunch.worker.device import graph
 from ortlaunch.worker.device.device import Device, require
@@ -88,11 +88,11 @@ def ondevice(
             f"ONNX Runtime's outputs differ from PyTorch's by {worst:.3g}; the limit is {LIMIT:g}"
         )
     told = _description(recipe, forward, worst)
-    write_json(place.description, as_json(told))
-    write_text(place.recipe, to_yaml(recipe))
+    write_json_atomically(place.description, as_json(told))
+    write_text_atomically(place.recipe, to_yaml(recipe))
     _save_surroundings(whole, folder, data.tokenizer)
     # A recipe with factories needs the user's own modules where the artifacts are used.
-    for module in own_modules() if dict(factories(recipe)) else ():
+    for module in own_modules() if dict(recipe_factories(recipe)) else ():
         (folder / beside(module)).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(str(module.__file__), folder / beside(module))
     return told

@@ -11,7 +11,7 @@ import numpy as np
 from ortlaunch.errors import CheckpointError, InputError
 from ortlaunch.json_types import Json
 from ortlaunch.run_folder.device_folder import DeviceFolder
-from ortlaunch.run_folder.folder import read_json
+from ortlaunch.run_folder.folder import read_own_json
 from ortlaunch.worker.device.device import (
     AVERAGED,
     SAMPLES,
@@ -44,7 +44,7 @@ def average(
     """
     require()
     states = [load_weights(place, path) for path in checkpoints]
-    wanted = read_json(place.description)["parameters"]
+    wanted = read_own_json(place.description)["parameters"]
     wrong = [
         line
         for path, state in zip(checkpoints, states)

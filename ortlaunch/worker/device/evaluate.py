@@ -12,7 +12,7 @@ from ortlaunch.rank import Rank
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.held_out import no_evaluation
 from ortlaunch.run_folder.device_folder import DeviceFolder
-from ortlaunch.run_folder.folder import write_json
+from ortlaunch.run_folder.folder import write_json_atomically
 from ortlaunch.run_folder.records import Evaluation
 from ortlaunch.worker.data import LoadedData
 from ortlaunch.worker.device.device import STEPS, Device, int_property
@@ -45,6 +45,6 @@ def evaluate(place: DeviceFolder, recipe: Recipe, data: LoadedData, checkpoint: 
     group = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
     whole = LossModule(_OnDevice(device))
     found = measured(recipe, whole, data.evaluation, group, int_property(device.state, STEPS))
-    write_json(place.evaluation, found.to_json())
+    write_json_atomically(place.evaluation, found.to_json())
     print(*table(found), f"written to {place.evaluation}", sep="\n")
     return found

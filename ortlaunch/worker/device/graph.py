@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ortlaunch.errors import EngineError, InputError, first_line
+from ortlaunch.errors import EngineError, InputError, first_message_line
 from ortlaunch.json_types import Json
 from ortlaunch.ortmodule.torch_in_graph.operator_table import with_forms
 from ortlaunch.recipe import Recipe
@@ -138,7 +138,7 @@ def export(whole: LossModule, batches: list[Batch], path: Path) -> Forward:
         # The exporter raises many classes of errors; each of them is reported.
         except Exception as error:
             raise EngineError(
-                f"--format ondevice: the model does not export: {first_line(error)}"
+                f"--format ondevice: the model does not export: {first_message_line(error)}"
             ) from error
     _write_sizes(path, batches)
     return _sorted(module, Forward(path, inputs, outputs, [], [], [], {}))
@@ -200,7 +200,7 @@ def _values(model: Any, names: list[str], batch: Batch) -> Json:
     # onnxruntime has a class of its own for each type of error.
     except Exception as error:
         raise EngineError(
-            f"--format ondevice: ONNX Runtime cannot run this model: {first_line(error)}"
+            f"--format ondevice: ONNX Runtime cannot run this model: {first_message_line(error)}"
         ) from error
     return dict(
         zip(names, session.run(names, {name: value.numpy() for name, value in batch.items()}))

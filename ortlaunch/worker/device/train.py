@@ -12,7 +12,7 @@ from ortlaunch.errors import InputError, NonFiniteError
 from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.device_folder import DeviceFolder
-from ortlaunch.units import counted
+from ortlaunch.units import count_with_noun
 from ortlaunch.worker.data import Batches, LoadedData, stack_of
 from ortlaunch.worker.device.device import (
     AVERAGED,
@@ -57,7 +57,7 @@ def train(
     import_module("onnxruntime").set_seed(recipe.seed + span.first)
     device = Device(place, checkpoint, trains=True)
     if steps is not None and span.first + steps > span.last:
-        left = counted(span.last - span.first, "step")
+        left = count_with_noun(span.last - span.first, "step")
         print(
             f"--steps {steps}: {left} of {span.total} left; for more: "
             f"{_more(recipe, span.first + steps)}"

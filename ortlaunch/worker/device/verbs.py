@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ortlaunch.cache import take_notes
+from ortlaunch.cache import take_cache_notes
 from ortlaunch.recipe import Recipe, parse_resolved
 from ortlaunch.run_folder.device_folder import DeviceFolder
 from ortlaunch.tasks import DeviceRequest
-from ortlaunch.user_modules import make_importable
+from ortlaunch.user_modules import add_factory_folders_to_path
 
 
 def run(request: DeviceRequest) -> None:
@@ -41,14 +41,14 @@ def _with_data(
     from ortlaunch.worker.device.train import train
     from ortlaunch.worker.model.model import refuse_too_small
 
-    make_importable(recipe, place.path.absolute())
+    add_factory_folders_to_path(recipe, place.path.absolute())
     config = (
         AutoConfig.from_pretrained(str(place)) if (place.path / "config.json").exists() else None
     )
     data = LoadedData(recipe, vocabulary=of_config(config, recipe.model.task))
     # Only the needed part is read: a device may not have the rest.
     _ = data.train if verb == "train" else data.evaluation
-    for note in take_notes():
+    for note in take_cache_notes():
         print(note)
     if config is not None:
         refuse_too_small(recipe, data, config)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ortlaunch.launch_plan import Plan
-from ortlaunch.machine import share_of_cores
+from ortlaunch.machine import threads_per_rank
 from ortlaunch.ortmodule.build import extensions
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.ort_variables import in_recipes_words
@@ -154,7 +154,7 @@ def build_engine(
     Raises:
         EngineError: ONNX Runtime cannot run the model and the recipe does not allow a fallback.
     """
-    torch.set_num_threads(plan.threads or share_of_cores(group.local.local_world_size))
+    torch.set_num_threads(plan.threads or threads_per_rank(group.local.local_world_size))
     if recipe.model.factory and not recipe.model.traits.wrapper:
         require_arguments(model.model, sample, recipe.train.loss_weight)
     exact = recipe.engine.matmul_precision == "highest"

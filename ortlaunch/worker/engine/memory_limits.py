@@ -61,7 +61,12 @@ def _host(ranks: int) -> Iterator[Limit]:
     resident = status("VmRSS")
     virtual = status("VmSize")
     for limit in machine.memory_limits():
-        yield Limit(limit.name, limit.size, limit.free // ranks, lambda: status("VmHWM") - resident)
+        yield Limit(
+            limit.name,
+            limit.total_bytes,
+            limit.free_bytes // ranks,
+            lambda: status("VmHWM") - resident,
+        )
     for name, kind, now, taken in (
         ("RLIMIT_AS", resource.RLIMIT_AS, virtual, lambda: status("VmPeak") - virtual),
         # The kernel keeps no peak of VmData: the growth of resident memory is used instead.

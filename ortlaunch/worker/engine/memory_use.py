@@ -16,7 +16,7 @@ from torch._subclasses import FakeTensor
 
 from ortlaunch.launch_plan import Plan, ProcessMemory
 from ortlaunch.run_folder.records import MeasuredMemory, MemoryReport, PlannedMemory
-from ortlaunch.units import human
+from ortlaunch.units import human_bytes
 from ortlaunch.worker.engine.memory_limits import status
 from ortlaunch.worker.engine.stepping import Stepper
 from ortlaunch.worker.process_group.distributed import DistributedContext
@@ -142,12 +142,12 @@ def memory_line(record: MemoryReport) -> str:
     """Return the record as text for the terminal, in two lines."""
     planned = record.planned
     measured = record.measured
-    peak = f"memory a rank: {human(measured.peak)} at peak"
-    beside = f", beside {human(record.baseline)} of its process" if record.baseline else ""
-    model = f"  weights, gradients and optimizer: {human(measured.model)}"
+    peak = f"memory a rank: {human_bytes(measured.peak)} at peak"
+    beside = f", beside {human_bytes(record.baseline)} of its process" if record.baseline else ""
+    model = f"  weights, gradients and optimizer: {human_bytes(measured.model)}"
     if planned is None:
         return f"{peak}, not planned{beside}\n{model}"
-    return f"{peak}, planned {human(planned.peak)}{beside}\n{model}, planned {human(planned.model)}"
+    return f"{peak}, planned {human_bytes(planned.peak)}{beside}\n{model}, planned {human_bytes(planned.model)}"
 
 
 def live_bytes(stepper: Stepper) -> Footprint:

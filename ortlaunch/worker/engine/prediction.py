@@ -34,12 +34,12 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from torch.utils.hooks import RemovableHandle
 
 from ortlaunch import machine
-from ortlaunch.cache import cache_folder
+from ortlaunch.cache import make_cache_folder
 from ortlaunch.launch_plan import Plan
 from ortlaunch.planning import prediction
 from ortlaunch.planning.prediction import Counted, Rates
 from ortlaunch.recipe import Recipe
-from ortlaunch.run_folder.folder import write_json
+from ortlaunch.run_folder.folder import write_json_atomically
 from ortlaunch.worker.data import IGNORED
 from ortlaunch.worker.engine.flops import wait_for
 from ortlaunch.worker.engine.optimizer import build_optimizer
@@ -171,15 +171,15 @@ def write_prediction(recipe: Recipe, plan: Plan, model: LossModule, batch: dict[
     except (DataDependentOutputException, DynamicOutputShapeException):
         counted = count(*given, values=True)
     kind = getattr(getattr(model.model, "config", None), "model_type", None)
-    cache_folder("predictions")
-    others = machine.others_at_work()
+    make_cache_folder("predictions")
+    others = machine.busy_processes()
     rates = measure(device, narrow_dtype_of(recipe.precision) or torch.float32)
     content = {
         "engines": prediction.predict(recipe, device.type, counted, rates, kind),
         "others": others,
         "contradictions": prediction.contradictions(rates),
     }
-    write_json(prediction.path(recipe, plan), content)
+    write_json_atomically(prediction.path(recipe, plan), content)
 
 
 def count(

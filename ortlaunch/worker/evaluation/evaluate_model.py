@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from ortlaunch.cache import take_notes
+from ortlaunch.cache import take_cache_notes
 from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.recipe import Recipe, parse_resolved
 from ortlaunch.recipe.rules.best_rules import evaluates_with_scores
@@ -43,21 +43,21 @@ def evaluated(recipe: Recipe, model: Path, modules: Path) -> Evaluation:
     from transformers import AutoConfig
 
     from ortlaunch.rank import Rank
-    from ortlaunch.user_modules import make_importable
+    from ortlaunch.user_modules import add_factory_folders_to_path
     from ortlaunch.worker.data import load_data
     from ortlaunch.worker.data.vocabulary import of_config
     from ortlaunch.worker.model.model import LossModule, build_model, refuse_too_small
     from ortlaunch.worker.onnx.onnx_model import OnnxModel
     from ortlaunch.worker.process_group.distributed import DistributedContext
 
-    make_importable(recipe, modules)
+    add_factory_folders_to_path(recipe, modules)
     group = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
     folder = model if model.is_dir() else model.parent
     config = AutoConfig.from_pretrained(folder) if (folder / "config.json").exists() else None
     data = load_data(recipe, group, vocabulary=of_config(config, recipe.model.task))
     assert data.evaluation is not None, "the control side has looked for data.evaluation"
     # The samples are read only now. The result in JSON is alone on stdout.
-    for note in take_notes():
+    for note in take_cache_notes():
         print(note, file=sys.stderr)
     if config is not None:
         refuse_too_small(recipe, data, config)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ortlaunch.run_folder.folder import write_json
+from ortlaunch.run_folder.folder import write_json_atomically
 from ortlaunch.run_folder.records import as_json
 from ortlaunch.worker.data import IGNORED, Samples
 from ortlaunch.worker.data.own import seed_generators
@@ -118,7 +118,7 @@ def evaluate(
         confusion = getattr(counter, "confusion", None)
         # A model without a run has no folder for it.
         if confusion is not None and group.rank == 0 and session.run is not None:
-            write_json(session.run.confusion, as_json(confusion))
+            write_json_atomically(session.run.confusion, as_json(confusion))
     found |= numbers.read(group) if engine.plain.has_numbers else {}
     seed_generators(session.recipe.seed)
     # Last, because the user's names must differ from all others.

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ortlaunch.evaluation_metrics import measures_of
+from ortlaunch.evaluation_metrics import measures_of_task
 from ortlaunch.worker.engine.engine import TrainingEngine
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
@@ -44,7 +44,7 @@ class MetricMeasure(Protocol):
 def measures(task: str, engine: TrainingEngine) -> list[MetricMeasure]:
     """Return the measures that an evaluation of a model task needs."""
     found = []
-    for row in measures_of(task):
+    for row in measures_of_task(task):
         module, _, name = row.by.partition(":")
         found.append(getattr(import_module(module), name)(engine))
     return found

@@ -13,7 +13,7 @@ import torch
 from ortlaunch.ortmodule.base.patching import without_package
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.export_records import DeviceArtifacts, OnnxCheck
-from ortlaunch.run_folder.file_sums import files_below
+from ortlaunch.run_folder.file_sums import list_files_below
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker.data import LoadedData
 from ortlaunch.worker.data.media.samples import load_processor
@@ -111,7 +111,7 @@ def follow_umask(folder: Path) -> None:
     # it.
     umask = os.umask(0o077)
     os.umask(umask)
-    for path in files_below(folder):
+    for path in list_files_below(folder):
         path.chmod(0o666 & ~umask)
         # A summary or a folder's final name promises the files, also after a power failure.
         with path.open("rb") as file:

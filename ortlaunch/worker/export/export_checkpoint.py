@@ -16,7 +16,7 @@ from ortlaunch.rank import Rank
 from ortlaunch.run_folder import origin
 from ortlaunch.run_folder.export_records import DeviceArtifacts, ExportLine, OnnxCheck
 from ortlaunch.run_folder.folder import COMPLETE, RunDir
-from ortlaunch.run_folder.lines import append_line
+from ortlaunch.run_folder.lines import append_json_line
 from ortlaunch.run_folder.records import as_json
 from ortlaunch.tasks import ExportRequest
 
@@ -87,7 +87,7 @@ def trained(
     """
     import torch
 
-    from ortlaunch.user_modules import make_importable
+    from ortlaunch.user_modules import add_factory_folders_to_path
     from ortlaunch.worker.checkpoint.restore import load_weights
     from ortlaunch.worker.checkpoint.verify import damage
     from ortlaunch.worker.data import load_data
@@ -99,21 +99,21 @@ def trained(
 
     recipe = recipe or _recipe(run)
     plan = Plan.read(run.plan)
-    make_importable(recipe, Path(plan.modules))
+    add_factory_folders_to_path(recipe, Path(plan.modules))
     # One process in place of the run's ranks.
     alone = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
     # A lock normally keeps the checkpoint; a disk may have no locks (run_folder/held.py).
-    if not (run.checkpoint(step) / COMPLETE).exists():
+    if not (run.checkpoint_folder(step) / COMPLETE).exists():
         raise CheckpointError(
-            f"{run.checkpoint(step)} was removed by its run in the meantime (checkpoint.keep); "
+            f"{run.checkpoint_folder(step)} was removed by its run in the meantime (checkpoint.keep); "
             "try again"
         )
-    if wrong := damage(run.checkpoint(step), alone):
-        raise CheckpointError(f"{run.checkpoint(step)} is damaged: {wrong}")
+    if wrong := damage(run.checkpoint_folder(step), alone):
+        raise CheckpointError(f"{run.checkpoint_folder(step)} is damaged: {wrong}")
     data = load_data(recipe, alone, vocabulary=of_run(run))
     model = build_model(recipe, data)
-    require_same_frozen(run.checkpoint(step), of_frozen(model))
-    load_weights(run.checkpoint(step), model)
+    require_same_frozen(run.checkpoint_folder(step), of_frozen(model))
+    load_weights(run.checkpoint_folder(step), model)
     # DeepSpeed keeps the model in this precision, and so does the run's own export.
     if plan.deepspeed:
         model.to(dtype_of(recipe.precision))
@@ -152,7 +152,7 @@ def require_same_frozen(folder: Path, now: str | None) -> None:
         CheckpointError: the frozen weights have changed.
     """
     # A checkpoint without such a record passes.
-    then = (origin.read(folder) or {}).get("weights", {}).get("frozen", now)
+    then = (origin.read_checkpoint_origin(folder) or {}).get("weights", {}).get("frozen", now)
     if then != now:
         raise CheckpointError(
             f"{folder} contains only the trained weights, and the others (under LoRA all but "
@@ -163,7 +163,7 @@ def require_same_frozen(folder: Path, now: str | None) -> None:
 
 def _print_line(run: RunDir, line: ExportLine) -> None:
     """Append the export to exports.jsonl, and print the comparison with PyTorch."""
-    append_line(run.exports, as_json(line))
+    append_json_line(run.exports, as_json(line))
     if line.onnx is not None:
         shapes = ", ".join(" x ".join(map(str, shape)) for shape in line.onnx.batches)
         print(f"model.onnx: {', '.join(line.onnx.inputs)} -> {', '.join(line.onnx.outputs)}")

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ortlaunch.errors import InputError, first_line
+from ortlaunch.errors import InputError, first_message_line
 from ortlaunch.recipe.inputs import files_read, require_no_pointers
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.tasks import GenerationRequest
@@ -40,7 +40,7 @@ def _model(place: str, step: int | None) -> tuple[Any, PreTrainedTokenizerBase]:
         try:
             return AutoModelForCausalLM.from_pretrained(place), AutoTokenizer.from_pretrained(place)
         except (OSError, ValueError) as error:
-            raise InputError(f"{place}: {first_line(error)}") from None
+            raise InputError(f"{place}: {first_message_line(error)}") from None
     from ortlaunch.worker.export.export_checkpoint import trained
     from ortlaunch.worker.model.model import give_back_cache
 

@@ -12,10 +12,10 @@ from ortlaunch.errors import CheckpointError
 from ortlaunch.rank import Rank
 from ortlaunch.recipe import read_resolved
 from ortlaunch.run_folder.device_folder import DeviceFolder
-from ortlaunch.run_folder.folder import RunDir, read_json
+from ortlaunch.run_folder.folder import RunDir, read_own_json
 from ortlaunch.run_folder.origin import ORIGIN
 from ortlaunch.tasks import ImportRequest
-from ortlaunch.units import counted
+from ortlaunch.units import count_with_noun
 from ortlaunch.worker.checkpoint.restore import Shards
 from ortlaunch.worker.checkpoint.snapshot import take
 from ortlaunch.worker.checkpoint.transaction import write
@@ -52,7 +52,7 @@ def import_checkpoint(
     """
     require()
     state = load_weights(place, checkpoint)
-    wanted = read_json(place.description)["parameters"]
+    wanted = read_own_json(place.description)["parameters"]
     if wrong := [*differences(checkpoint, state, wanted)]:
         raise CheckpointError("\n".join(wrong))
     # In float32, as a checkpoint and the artifacts are: in bf16 frozen weights would be rounded.
@@ -67,9 +67,9 @@ def import_checkpoint(
         optimizer,
         buffers_of(model),
     )
-    source = run.checkpoint(step)
+    source = run.checkpoint_folder(step)
     loop = Shards(source).index["state"]
-    made_by = read_json(source / ORIGIN) if (source / ORIGIN).exists() else {}
+    made_by = read_own_json(source / ORIGIN) if (source / ORIGIN).exists() else {}
     partial = RunDir(to.path.with_name(f"{to.path.name}.partial"))
     shutil.rmtree(partial.path, ignore_errors=True)
     partial.checkpoints.mkdir(parents=True)
@@ -83,8 +83,8 @@ def import_checkpoint(
     huggingface(recipe, partial.export, model, data)
     partial.path.replace(to.path)
     print(
-        f"{counted(changed, 'weight')} of {checkpoint}, the rest of {source}\n"
-        f"checkpoint of step {step}, without optimizer state: {to.checkpoint(step)}\n"
+        f"{count_with_noun(changed, 'weight')} of {checkpoint}, the rest of {source}\n"
+        f"checkpoint of step {step}, without optimizer state: {to.checkpoint_folder(step)}\n"
         f"export: {to.export}\n"
         f"to continue: ortlaunch train RECIPE --resume {to} train.max_steps=MORE"
     )

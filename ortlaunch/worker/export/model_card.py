@@ -17,9 +17,9 @@ from ortlaunch.recipe import Recipe, read_resolved
 from ortlaunch.recipe.fields.data import Corpus, HeldOut
 from ortlaunch.recipe.text.place import without_secrets
 from ortlaunch.recipe.text.yaml_text import dump
-from ortlaunch.run_folder.folder import RunDir, read_json
-from ortlaunch.run_folder.lines import json_lines
-from ortlaunch.units import counted
+from ortlaunch.run_folder.folder import RunDir, read_own_json
+from ortlaunch.run_folder.lines import read_json_lines
+from ortlaunch.units import count_with_noun
 
 
 def model_card(run: RunDir, step: int, repo: str, folder: Path) -> ModelCard:
@@ -32,9 +32,9 @@ def model_card(run: RunDir, step: int, repo: str, folder: Path) -> ModelCard:
         folder: the folder of the export.
     """
     recipe = read_resolved(run.recipe)
-    engine = read_json(run.engine) if run.engine.exists() else {}
+    engine = read_own_json(run.engine) if run.engine.exists() else {}
     # Later metrics belong to other weights than this checkpoint's.
-    lines = [line for line in json_lines(run.metrics, "step").found if line["step"] <= step]
+    lines = [line for line in read_json_lines(run.metrics, "step").values if line["step"] <= step]
     metadata = _metadata(recipe, engine, lines, repo, _library(folder))
     text = "\n\n".join(_parts(recipe, engine, lines, repo, step))
     return ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n{text}\n")
@@ -156,7 +156,7 @@ def _engine(engine: Json) -> Iterator[str]:
             "- forward and backward passes that fell back to PyTorch: "
             f"{engine['onnxruntime']['fallbacks']}"
         )
-    ranks = counted(engine["ranks"], "rank")
+    ranks = count_with_noun(engine["ranks"], "rank")
     yield f"- {engine['precision']} on {engine['device']}, {ranks}, sharding: {engine['sharding']}"
     yield f"- optimizer: {optimizer['used']}"
     yield f"- parameters: {engine['trained_parameters']:,} trained of {engine['parameters']:,}"

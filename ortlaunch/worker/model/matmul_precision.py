@@ -92,7 +92,7 @@ def multiply_by_onednn(recipe: Recipe, model: nn.Module, device: torch.device) -
 
 def _onednn_pays(recipe: Recipe, model: nn.Module, device: torch.device) -> bool:
     exact = not recipe.format.is_narrow and recipe.engine.matmul_precision == "highest"
-    if not exact or device.type != "cpu" or not machine.onednn_is_faster():
+    if not exact or device.type != "cpu" or not machine.is_onednn_faster():
         return False
     if recipe.engine.name == "ort" and ort_multiplies(recipe):
         return False
@@ -108,7 +108,7 @@ def describe(asked: str, device: torch.device, onednn: bool = False) -> MatmulPr
     bits = mantissa_bits(device)
     gains_nothing = asked != "highest" and bits == 23
     why = (
-        machine.without_matrix_unit(asked)
+        machine.reason_lower_precision_is_no_faster(asked)
         if device.type == "cpu"
         else "this GPU has no TensorFloat32"
     )

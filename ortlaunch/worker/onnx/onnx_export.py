@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from ortlaunch.errors import EngineError, InputError, MissingDependency, first_line
+from ortlaunch.errors import EngineError, InputError, MissingDependency, first_message_line
 from ortlaunch.ortmodule.base.torch_calls import untraced
 from ortlaunch.ortmodule.torch_in_graph.operator_table import with_forms
 from ortlaunch.ortmodule.tracing.tracing import with_autocasts_cache
@@ -244,7 +244,7 @@ def _write(whole: Exported, batch: Batch, sizes: Sizes, folder: Path) -> list[st
         # The exporter raises many classes of errors; each of them is reported.
         except Exception as error:
             raise EngineError(
-                f"--format onnx: the model does not export: {first_line(error)}"
+                f"--format onnx: the model does not export: {first_message_line(error)}"
             ) from error
     # The exporter sets every module to the mode of the outermost one.
     _require_evaluation(whole)
@@ -318,7 +318,7 @@ def difference(whole: Exported, batch: Batch, path: Path) -> float:
     # onnxruntime has a class of its own for each type of error.
     except Exception as error:
         raise EngineError(
-            f"--format onnx: ONNX Runtime cannot run it: {first_line(error)}"
+            f"--format onnx: ONNX Runtime cannot run it: {first_message_line(error)}"
         ) from error
     return largest(
         _apart(torch.from_numpy(one), other) for one, other in zip(found, whole(*batch.values()))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ortlaunch.errors import InputError, MissingDependency, first_line
+from ortlaunch.errors import InputError, MissingDependency, first_message_line
 from ortlaunch.json_types import Json
 from ortlaunch.model_tasks import MODEL_TASKS
 from ortlaunch.recipe.inputs import require_no_pointers
@@ -85,7 +85,9 @@ def _session(path: Path) -> Any:
         return onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     # onnxruntime has a class of its own for each type of error.
     except Exception as error:
-        raise InputError(f"{path}: onnxruntime cannot load it: {first_line(error)}") from None
+        raise InputError(
+            f"{path}: onnxruntime cannot load it: {first_message_line(error)}"
+        ) from None
 
 
 def loss(task: str, output: Batch, batch: Batch) -> torch.Tensor:

@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from ortlaunch import machine
 from ortlaunch.errors import DeviceError, LaunchError, WorldError
 from ortlaunch.launch_plan import Plan
-from ortlaunch.rank import Rank, detect
+from ortlaunch.rank import Rank, detect_rank_and_launcher
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.units import counted
+from ortlaunch.units import count_with_noun
 from ortlaunch.worker.process_group.flight_recorder import record_collectives
 from ortlaunch.worker.process_group.join import JOIN_TIMEOUT, MET, join, on_one_host, uses_mpi
 from ortlaunch.worker.process_group.peers import only_own_users
@@ -158,7 +158,7 @@ def group(plan: Plan, rank: Rank, run: RunDir) -> Iterator[DistributedContext]:
         _connect_on_demand(rank.world_size, os.environ)
     _lower_debug_level(plan, rank)
     device = _device(plan, rank)
-    found = detect(os.environ)
+    found = detect_rank_and_launcher(os.environ)
     launcher = found[1] if found else ""
     if device.type == "cuda":
         record_collectives(os.environ, run)
@@ -204,7 +204,7 @@ def agree(plan: Plan, rank: Rank) -> None:
     """
     if rank.world_size != plan.world_size:
         raise WorldError(
-            f"the plan has {counted(plan.world_size, 'rank')}, the launcher started "
+            f"the plan has {count_with_noun(plan.world_size, 'rank')}, the launcher started "
             f"{rank.world_size}; nothing was trained, because a different world size is a "
             "different training"
         )

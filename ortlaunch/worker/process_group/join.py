@@ -20,11 +20,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ortlaunch.errors import LaunchError, MissingDependency, WorldError, first_line
+from ortlaunch.errors import LaunchError, MissingDependency, WorldError, first_message_line
 from ortlaunch.launch_plan import Plan
-from ortlaunch.rank import Rank, detect
-from ortlaunch.run_folder.folder import RunDir, read_json, write_json
-from ortlaunch.units import counted
+from ortlaunch.rank import Rank, detect_rank_and_launcher
+from ortlaunch.run_folder.folder import RunDir, read_own_json, write_json_atomically
+from ortlaunch.units import count_with_noun
 from ortlaunch.worker.process_group.meeting_port import cannot_meet
 from ortlaunch.worker.supervision import interface
 
@@ -48,7 +48,7 @@ def join(plan: Plan, rank: Rank, run: RunDir, backend: Mapping[str, Any]) -> Non
     Raises:
         LaunchError: the ranks cannot meet.
     """
-    found = detect(os.environ)
+    found = detect_rank_and_launcher(os.environ)
     launcher = found[1] if found else ""
     if on_one_host(rank):
         # Also for a single rank, because it listens, too.
@@ -82,11 +82,11 @@ def join(plan: Plan, rank: Rank, run: RunDir, backend: Mapping[str, Any]) -> Non
     except dist.DistNetworkError as error:
         if store is not None:
             raise
-        raise cannot_meet(os.environ, first_line(error)) from None
+        raise cannot_meet(os.environ, first_message_line(error)) from None
 
 
 def uses_mpi(launcher: str) -> bool:
-    """Return whether ranks of this launcher (named as by rank.detect) can meet through MPI."""
+    """Return whether ranks of this launcher (named as by rank.detect_rank_and_launcher) can meet through MPI."""
     return "MPI" in launcher or launcher == "MVAPICH"
 
 
@@ -116,7 +116,7 @@ def _through_mpi(rank: Rank) -> dist.Store:
     world = MPI.COMM_WORLD
     if world.size != rank.world_size:
         raise WorldError(
-            f"mpirun says {counted(rank.world_size, 'rank')}, mpi4py's MPI says {world.size}: "
+            f"mpirun says {count_with_noun(rank.world_size, 'rank')}, mpi4py's MPI says {world.size}: "
             "they belong to different MPI installations "
             f"({MPI.Get_library_version().splitlines()[0]}); install mpi4py for the MPI of your "
             "mpirun"
@@ -134,7 +134,7 @@ def _through_folder(rank: Rank, path: Path, hosts: Sequence[str]) -> dist.Store:
     """
     if rank.rank == 0:
         listener = _listener(interface.own_address(hosts, os.environ))
-        write_json(path, listener.getsockname())
+        write_json_atomically(path, listener.getsockname())
         return _tcp_store(rank, listener.getsockname(), listener)
     deadline = time.monotonic() + 300
     pause = 0.05
@@ -146,7 +146,7 @@ def _through_folder(rank: Rank, path: Path, hosts: Sequence[str]) -> dist.Store:
         time.sleep(pause)
         # Longer pauses, because thousands of ranks may poll a shared disk.
         pause = min(1.0, pause * 1.2)
-    return _tcp_store(rank, read_json(path, list), None)
+    return _tcp_store(rank, read_own_json(path, list), None)
 
 
 def _meeting(run: RunDir, launcher: str) -> Path:

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Mapping
 
 from ortlaunch.errors import LaunchError
-from ortlaunch.rank import Rank, detect
+from ortlaunch.rank import Rank, detect_rank_and_launcher
 
 
 def require_free(rank: Rank, environ: Mapping[str, str]) -> None:
@@ -19,7 +19,7 @@ def require_free(rank: Rank, environ: Mapping[str, str]) -> None:
     Raises:
         LaunchError: it cannot.
     """
-    found = detect(environ)
+    found = detect_rank_and_launcher(environ)
     port = environ.get("MASTER_PORT", "")
     # torchrun's agent itself listens on the port.
     held = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -138,7 +138,7 @@ class Child:
         self._deadline = time.monotonic() + (self.grace_seconds if self.listens else GRACE_SECONDS)
         # One short write: mpirun may leave no time for more.
         with contextlib.suppress(OSError):
-            mark = self.run.stop_mark(self.rank)
+            mark = self.run.signal_mark_path(self.rank)
             mark.parent.mkdir(parents=True, exist_ok=True)
             mark.write_text(f"{number} {self.signalled_at}")
 
@@ -171,7 +171,7 @@ class Child:
     def forget_request(self) -> None:
         """Delete the record of the request, because the rank finished successfully."""
         with contextlib.suppress(OSError):
-            self.run.stop_mark(self.rank).unlink(missing_ok=True)
+            self.run.signal_mark_path(self.rank).unlink(missing_ok=True)
 
     def _has_ended(self, number: int) -> bool:
         """Return whether the rank had ended before the signal `number` came, not by that signal.

@@ -15,12 +15,21 @@ from pathlib import Path
 
 from ortlaunch import machine
 from ortlaunch.cause import Cause
-from ortlaunch.errors import BadStepError, DataWorkerError, FileError, OrtlaunchError, chain_of
+from ortlaunch.errors import BadStepError, DataWorkerError, FileError, OrtlaunchError, error_chain
 from ortlaunch.json_types import Json
 from ortlaunch.rank import EXIT_SAVED, Rank
-from ortlaunch.run_folder.cause_text import CRASHES
-from ortlaunch.run_folder.folder import RunDir, account, is_full, write_json
-from ortlaunch.run_folder.library_messages import cause_in, crash_in, lost_a_peer
+from ortlaunch.run_folder.cause_text import CRASH_SIGNALS
+from ortlaunch.run_folder.folder import (
+    RunDir,
+    is_disk_full,
+    read_error_record,
+    write_json_atomically,
+)
+from ortlaunch.run_folder.library_messages import (
+    is_lost_peer_message,
+    match_cause_in_text,
+    native_crash_cause,
+)
 from ortlaunch.worker.supervision.pulse import Pulse
 from ortlaunch.worker.supervision.user_frames import folded, raised_at
 
@@ -46,11 +55,11 @@ class Account:
     # Not constants: after a restart of the ranks they are in the folder of late records.
     @property
     def _path(self) -> Path:
-        return self.run.error(self.rank.rank)
+        return self.run.rank_error_path(self.rank.rank)
 
     @property
     def _spare(self) -> Path:
-        return self.run.spare(self.rank.rank)
+        return self.run.reserved_space_path(self.rank.rank)
 
     def open(self) -> None:
         """Reserve disk space now, so that a full disk cannot hide why a rank failed."""
@@ -71,7 +80,7 @@ class Account:
 
     def read(self) -> Json:
         """Return the record."""
-        return account(self._path)
+        return read_error_record(self._path)
 
     def of_exception(self, error: BaseException, log: int) -> int:
         """Record the rank's own exception, also in the descriptor `log`; return its exit status."""
@@ -86,7 +95,7 @@ class Account:
             text = in_recipes_words(text)
             message = in_recipes_words(message)
         status = _status_of(error)
-        secondary = isinstance(error, Exception) and lost_a_peer(text)
+        secondary = isinstance(error, Exception) and is_lost_peer_message(text)
         kind = type(error).__name__
         no_space = self._no_space(error)
         cause, detail = _cause_of(error, text, no_space)
@@ -109,7 +118,7 @@ class Account:
         no_space = self._no_space() if record["signal"] is None else ""
         cause, detail = _cause_of_end(record["signal"], words, no_space)
         if cause is Cause.CRASH:
-            cause, detail = crash_in(log)
+            cause, detail = native_crash_cause(log)
         known = {"message": what, "traceback": words, "cause": cause, "detail": detail}
         self.write(pid, what + no_space, {**known, **record})
 
@@ -120,14 +129,14 @@ class Account:
         place = f"rank {rank.rank} on host {host} (local rank {rank.local_rank})"
         summary = (
             f"{place} {what}; exit status {record['exit_status']}; "
-            f"log: {self.run.log(rank.rank, 'err')}"
+            f"log: {self.run.rank_log_path(rank.rank, 'err')}"
         )
         seen = self._pulse.read()
         where = {"rank": rank.rank, "local_rank": rank.local_rank, "host": host, "pid": pid, "summary": summary,
                  "step": seen.step, "phase": seen.phase}  # fmt: skip
-        limit = machine.tightest_limit()
-        where["memory_limit"] = {"name": limit.name, "bytes": limit.size}
-        where["after"] = self.run.count_account(rank.rank)
+        limit = machine.smallest_memory_limit()
+        where["memory_limit"] = {"name": limit.name, "bytes": limit.total_bytes}
+        where["after"] = self.run.count_error_record(rank.rank)
         self._store({**where, "time": time.time(), **record})
 
     def is_an_echo(self) -> None:
@@ -137,7 +146,7 @@ class Account:
 
     def _store(self, record: Json) -> None:
         try:
-            write_json(self._path, record)
+            write_json_atomically(self._path, record)
         except OSError:
             # The disk is probably full: overwrite the space that open() reserved.
             with contextlib.suppress(OSError):
@@ -146,15 +155,19 @@ class Account:
 
     def _no_space(self, error: BaseException | None = None) -> str:
         """Return the note for a full disk, which PyTorch's write errors do not mention, or ""."""
-        for each in chain_of(error):
+        for each in error_chain(error):
             if isinstance(each, OSError) and each.errno in _NO_SPACE:
                 return f": no space left on device ({each.filename or self.run})"
-        return f": no space left on device ({self.run})" if is_full(self.run.path) else ""
+        return f": no space left on device ({self.run})" if is_disk_full(self.run.path) else ""
 
     def _log_end(self) -> str:
         """Return the last 100 lines of the rank's error log, more than a stack has."""
         with contextlib.suppress(OSError):
-            lines = self.run.log(self.rank.rank, "err").read_text(errors="replace").splitlines()
+            lines = (
+                self.run.rank_log_path(self.rank.rank, "err")
+                .read_text(errors="replace")
+                .splitlines()
+            )
             return "\n".join(lines[-100:])
         return ""
 
@@ -187,10 +200,10 @@ def _cause_of(error: BaseException, text: str, no_space: str) -> tuple[Cause, st
     own = error.cause if isinstance(error, OrtlaunchError) else None
     if isinstance(error, (BadStepError, DataWorkerError)) and own is not None:
         return own, error.detail
-    named = _memory_or_disk(cause_in(text), no_space)
+    named = _memory_or_disk(match_cause_in_text(text), no_space)
     # A FileError has its own remedy.
     if named is None and not isinstance(error, FileError):
-        named = cause_in(text)
+        named = match_cause_in_text(text)
     if named is not None:
         return named
     if isinstance(error, OrtlaunchError) and own is not None:
@@ -205,10 +218,10 @@ def _cause_of(error: BaseException, text: str, no_space: str) -> tuple[Cause, st
 
 def _cause_of_end(number: int | None, words: str, no_space: str) -> tuple[Cause, str]:
     """Return the cause of an end that only the supervisor saw, by the signal and the log's end."""
-    named = cause_in(words)
+    named = match_cause_in_text(words)
     if found := _memory_or_disk(named, no_space):
         return found
-    if number in CRASHES:
+    if number in CRASH_SIGNALS:
         return Cause.CRASH, ""
     if number:
         return Cause.KILLED if number == signal.SIGKILL else Cause.SIGNALLED, ""

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ortlaunch.cache import cache_folder
+from ortlaunch.cache import make_cache_folder
 from ortlaunch.errors import LaunchError
 from ortlaunch.rank import Rank
 
@@ -82,7 +82,7 @@ def keep_compiled_kernels(environ: MutableMapping[str, str]) -> None:
     # 4 GiB, in bytes.
     environ.setdefault("CUDA_CACHE_MAXSIZE", str(4 << 30))
     if "CUDA_CACHE_PATH" not in environ:
-        environ["CUDA_CACHE_PATH"] = str(cache_folder("cuda"))
+        environ["CUDA_CACHE_PATH"] = str(make_cache_folder("cuda"))
 
 
 class ForwardTimer:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterable, Mapping
 
 from ortlaunch.process import wait_until
-from ortlaunch.run_folder.lost import Lost
+from ortlaunch.run_folder.lost import LostHost
 from ortlaunch.worker.supervision.interface import has_link, interface_with, source_address
 from ortlaunch.worker.supervision.stall_rules import Beat
 
@@ -38,7 +38,7 @@ class LostHosts:
         self._rank = rank
         self._next_check = 0.0
 
-    def detect(self, beats: Iterable[Beat], addresses: Mapping[int, str]) -> Lost | None:
+    def detect(self, beats: Iterable[Beat], addresses: Mapping[int, str]) -> LostHost | None:
         """Return the first host that is lost, if any; this host where its own link is down.
 
         Args:
@@ -56,16 +56,16 @@ class LostHosts:
         self._next_check = time.monotonic() + _AGAIN_SECONDS
         return None
 
-    def _lost(self, beat: Beat, address: str) -> Lost:
+    def _lost(self, beat: Beat, address: str) -> LostHost:
         # Where this host is the one without a link, every other host looks lost from here.
         link = link_that_is_down(address)
         if link is not None:
-            return Lost(self._rank, self._host, f"its network interface {link} has no link")
+            return LostHost(self._rank, self._host, f"its network interface {link} has no link")
         why = (
             f"no heartbeat from it for {beat.silent + _ANSWER_SECONDS:.0f} s, and {address} "
             "answers no connection"
         )
-        return Lost(beat.rank, beat.host, why)
+        return LostHost(beat.rank, beat.host, why)
 
 
 def silent_ranks(beats: Iterable[Beat], here: str) -> list[Beat]:

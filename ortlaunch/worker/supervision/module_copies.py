@@ -12,8 +12,8 @@ from types import ModuleType
 
 from ortlaunch.cache import cache_root
 from ortlaunch.errors import FileError
-from ortlaunch.run_folder.folder import RunDir, write_text
-from ortlaunch.units import human
+from ortlaunch.run_folder.folder import RunDir, write_text_atomically
+from ortlaunch.units import human_bytes
 
 # Bytes of one file, and of all: enough for source code, too little for data.
 _LARGEST = 1 << 20
@@ -39,7 +39,7 @@ def copy_modules(run: RunDir, again: bool = False) -> list[str]:
         text = source.read_bytes() if source.stat().st_size <= min(_LARGEST, room) else None
         if text is None:
             notes.append(
-                f"{source} ({human(source.stat().st_size)}) is not copied into {run.modules}: "
+                f"{source} ({human_bytes(source.stat().st_size)}) is not copied into {run.modules}: "
                 "too large"
             )
         elif not target.exists() or not again:
@@ -47,7 +47,7 @@ def copy_modules(run: RunDir, again: bool = False) -> list[str]:
                 notes.append(
                     f"{source} differs from the version that an earlier start of this run imported"
                 )
-            write_text(target, text)
+            write_text_atomically(target, text)
         room -= len(text or b"")
     return notes
 

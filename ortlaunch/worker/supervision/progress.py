@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
-from ortlaunch.run_folder.folder import progress_width
+from ortlaunch.run_folder.folder import terminal_columns_of_command
 from ortlaunch.units import COLUMNS, wrap_lines
 from ortlaunch.worker.supervision.pulse import BACKWARD, FORWARD, PASSING, READING, TRAINING, Pulse
 from ortlaunch.worker.supervision.terminal import LIVE
@@ -27,7 +27,7 @@ _FORM = (
 
 def print_wrapped(*lines: str) -> None:
     """Print lines, wrapped at the columns of the command's terminal."""
-    columns = progress_width() or COLUMNS
+    columns = terminal_columns_of_command() or COLUMNS
     print(*(wrap_lines(line, columns) for line in lines), sep="\n", flush=True)
 
 
@@ -39,7 +39,7 @@ class Progress:
 
     def __init__(self, rank: int, pulse: Pulse | None = None) -> None:
         self.pulse = pulse or Pulse()
-        self.width = progress_width() if rank == 0 else None
+        self.width = terminal_columns_of_command() if rank == 0 else None
         self.bar: Any = None
         self._what = ""
         self._since = time.perf_counter()

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from ortlaunch.json_types import Json
-from ortlaunch.process import bytes_moved, family, read_stat
+from ortlaunch.process import bytes_read_and_written, iterate_process_tree, read_stat
 
 STAGES = (
     "",
@@ -229,7 +229,10 @@ class Activity:
     def _used(self) -> tuple[float, int] | None:
         """Return processor seconds, and bytes to and from files and sockets; None if unreadable."""
         try:
-            both = [(read_stat(pid), bytes_moved(pid)) for pid in family(self.pid)]
+            both = [
+                (read_stat(pid), bytes_read_and_written(pid))
+                for pid in iterate_process_tree(self.pid)
+            ]
         except (OSError, ValueError):
             return None
         ticks = sum(stat.ticks + stat.children_ticks for stat, _ in both if stat is not None)

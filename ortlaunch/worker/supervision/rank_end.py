@@ -15,14 +15,14 @@ import time
 
 from ortlaunch import machine
 from ortlaunch.cause import Cause
-from ortlaunch.errors import printable
+from ortlaunch.errors import escape_control_characters
 from ortlaunch.json_types import Json
 from ortlaunch.launch_plan import Plan
 from ortlaunch.process import wait_until
 from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.run_folder.lost import EXIT_STATUS as LOST_STATUS
-from ortlaunch.run_folder.lost import LOST
+from ortlaunch.run_folder.lost import LOST_HOST_TYPE
 from ortlaunch.worker.supervision.child import Child
 from ortlaunch.worker.supervision.failure import SEEN, Account, of_own_exit
 from ortlaunch.worker.supervision.requests import SIGNAL_REQUESTS
@@ -121,7 +121,7 @@ def _conclude_stall(account: Account, child: Child, watchdog: Watchdog) -> int:
     description = "the run stalled"
     if watchdog.lost is not None:
         status = LOST_STATUS
-        kind = LOST
+        kind = LOST_HOST_TYPE
         cause = Cause.HOST_LOST
         description = "the run lost a host"
     if not account.is_written:
@@ -196,8 +196,8 @@ def _memory(pid: int, number: int, before: int | None) -> tuple[str, Json]:
     """Return whether the kernel ended the rank for memory: a phrase, and fields of its record."""
     if number != signal.SIGKILL:
         return "", {}
-    line = machine.memory_kill_in_log(pid)
-    after = machine.oom_kills()
+    line = machine.out_of_memory_message_of_process(pid)
+    after = machine.out_of_memory_kill_count()
     # Another process of the control group may have been killed: the counter names none.
     kills = 1 if line else after - before if after is not None and before is not None else 0
     if kills <= 0:
@@ -222,7 +222,11 @@ def _record_account(account: Account, child: Child) -> None:
         # Rank 0's own output is on the terminal already.
         shown = record["rank"] == 0 and record["type"] in SEEN
         traceback = "" if shown else f"{record['traceback']}\n"
-        print(printable(f"{traceback}ortlaunch: {record['summary']}"), file=sys.stderr, flush=True)
+        print(
+            escape_control_characters(f"{traceback}ortlaunch: {record['summary']}"),
+            file=sys.stderr,
+            flush=True,
+        )
         time.sleep(_FORWARDED_SECONDS)
         run.failure_printed.touch()
 

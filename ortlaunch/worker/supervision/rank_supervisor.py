@@ -24,8 +24,8 @@ from ortlaunch.die_with_parent import die_with_parent
 from ortlaunch.launch_plan import Plan
 from ortlaunch.rank import EXIT_SAVED, JOB_VARIABLE, Rank
 from ortlaunch.run_folder import lock
-from ortlaunch.run_folder.folder import RunDir, progress_width
-from ortlaunch.run_folder.folder import account as recorded
+from ortlaunch.run_folder.folder import RunDir, terminal_columns_of_command
+from ortlaunch.run_folder.folder import read_error_record as recorded
 from ortlaunch.worker.supervision.child import NOTICES, PASSED_ON, Child, launcher_is_gone
 from ortlaunch.worker.supervision.failure import Account
 from ortlaunch.worker.supervision.lost_host import end_launcher
@@ -52,10 +52,10 @@ def watch(rank: Rank, run: RunDir, live: Callable[[Watchdog], int | None]) -> in
     plan = Plan.read(run.plan)
     if launcher_is_gone(os.environ, plan.started_by):
         return 128 + signal.SIGTERM
-    lock.share(run)
+    lock.hold_rank_share(run)
     watchdog = Watchdog(rank, run)
     account = Account(rank, run, watchdog.pulse)
-    oom_kills = machine.oom_kills()
+    oom_kills = machine.out_of_memory_kill_count()
     account.open()
     streams = {name: os.pipe() for name in ("out", "err", "last", "finished")}
     # Blocked until there is a rank to pass them on to.
@@ -84,7 +84,7 @@ def watch(rank: Rank, run: RunDir, live: Callable[[Watchdog], int | None]) -> in
     watchdog.leave()
     account.close()
     if plan.started_by.program:
-        run.count_end(rank.rank)
+        run.count_ended_rank(rank.rank)
     if watchdog.is_cut_off and plan.started_by.stays_after_loss:
         end_launcher()
     # The command knows of a stop. Its launcher would treat another status as a failure.
@@ -106,7 +106,7 @@ def _is_made_anew(account: Account, watchdog: Watchdog) -> bool:
     if not in_pod or watchdog.verdict is not None or not account.read()["secondary"]:
         return False
     return bool(account.run.complete_checkpoints()) or any(
-        not recorded(path)["secondary"] for path in account.run.error_records
+        not recorded(path)["secondary"] for path in account.run.error_record_paths
     )
 
 
@@ -168,7 +168,7 @@ def screen_of(plan: Plan, rank: int) -> Screen | None:
     ends = {"out": 1, "err": 2}
     if plan.shown == "all":
         return Prefixed(ends, f"{socket.gethostname()} rank {rank}")
-    return Screen(ends, progress_width()) if rank == 0 else None
+    return Screen(ends, terminal_columns_of_command()) if rank == 0 else None
 
 
 def _relay(
@@ -187,8 +187,8 @@ def _relay(
     # All bytes of the "finished" pipe: listening and deaf marks, then _FINISHED.
     said = b""
     with (
-        RankLog(run.log(rank.rank, "out")) as out,
-        RankLog(run.log(rank.rank, "err")) as err,
+        RankLog(run.rank_log_path(rank.rank, "out")) as out,
+        RankLog(run.rank_log_path(rank.rank, "err")) as err,
         selectors.DefaultSelector() as selector,
     ):
         # The reason of the rank's end goes to its log only: the command, or rank_end.py, prints it.

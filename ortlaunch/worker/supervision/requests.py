@@ -15,7 +15,7 @@ from enum import IntEnum
 from types import FrameType
 from typing import Any
 
-from ortlaunch.process import heeded
+from ortlaunch.process import signals_to_handle
 from ortlaunch.rank import EXIT_SAVED
 
 LISTENING = b"listening\n"
@@ -79,7 +79,7 @@ class Requests:
         """Treat signals as requests from now on; a second SIGINT ends this process, as usual."""
         if self._before:
             return
-        for number in heeded(SIGNAL_REQUESTS):
+        for number in signals_to_handle(SIGNAL_REQUESTS):
             self._before[number] = signal.signal(number, self._handler(signal.getsignal(number)))
         os.register_at_fork(after_in_child=self._be_deaf)
         self._send(LISTENING)

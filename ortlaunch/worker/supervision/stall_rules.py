@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ortlaunch.units import counted
+from ortlaunch.units import count_with_noun
 from ortlaunch.worker.supervision.pulse import AUTO, STAGES
 
 # As timeout(1).
@@ -140,7 +140,7 @@ def _who(late: Sequence[Beat], beats: Sequence[Beat]) -> str:
     others = (
         f"rank {waiting[0].rank} waits"
         if len(waiting) == 1
-        else f"{counted(len(waiting), 'other rank')} wait"
+        else f"{count_with_noun(len(waiting), 'other rank')} wait"
     )
     return f"{names}{more}; {others} {_place(waiting[0])}"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ortlaunch.cause import Cause
 from ortlaunch.run_folder import lock
-from ortlaunch.run_folder.folder import RunDir, account
+from ortlaunch.run_folder.folder import RunDir, read_error_record
 
 
 class Surroundings:
@@ -48,22 +48,24 @@ class Surroundings:
         """
         if self.run.cancelled.exists() or self.has_failed():
             return True
-        command = lock.command_at(self.run)
-        return command is not None and command.is_here and not command.lives()
+        command = lock.last_command_of_run(self.run)
+        return command is not None and command.is_here and not command.is_alive()
 
     def has_failed(self) -> bool:
         """Return whether another rank has recorded its end."""
         # One known file in place of a listing of errors/: thousands of supervisors read it at the
         # moment of a fault.
-        if counted := self.run.first_counted():
+        if counted := self.run.first_failed_ranks():
             return any(rank != self.rank for rank in counted)
-        return any(path != self.run.error(self.rank) for path in self._failures())
+        return any(path != self.run.rank_error_path(self.rank) for path in self._failures())
 
     def others_stopped(self) -> bool:
         """Return whether the others ended by a stop before they had anything to save."""
         with contextlib.suppress(OSError):
             others = [
-                account(path) for path in self._failures() if path != self.run.error(self.rank)
+                read_error_record(path)
+                for path in self._failures()
+                if path != self.run.rank_error_path(self.rank)
             ]
             return {one["cause"] for one in others if not one["secondary"]} == {Cause.STOPPED}
         return False
@@ -73,7 +75,7 @@ class Surroundings:
 
         A supervisor in SIGSTOP would delay the end of its rank, and of torchrun, for a minute.
         """
-        for pid in lock.alive_at(self.run):
+        for pid in lock.living_process_ids(self.run):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGCONT)
 

@@ -10,7 +10,7 @@ import re
 import traceback
 from collections.abc import Iterator
 
-from ortlaunch.units import counted
+from ortlaunch.units import count_with_noun
 from ortlaunch.worker.supervision.module_copies import is_own
 
 _FRAME = re.compile(r'  File "([^"]+)", line \d+')
@@ -65,7 +65,9 @@ def folded(text: str) -> str:
             own = True
         if own:
             kept += (
-                [f"  ... {counted(hidden, 'frame')} of ortlaunch and of packages"] if hidden else []
+                [f"  ... {count_with_noun(hidden, 'frame')} of ortlaunch and of packages"]
+                if hidden
+                else []
             )
             kept.append(line)
             hidden = 0

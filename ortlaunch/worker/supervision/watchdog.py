@@ -22,9 +22,9 @@ from ortlaunch.cause import Cause
 from ortlaunch.launch_plan import Plan
 from ortlaunch.process import read_stat, wait_until
 from ortlaunch.rank import Rank
-from ortlaunch.run_folder.folder import RunDir, write_json, write_text
-from ortlaunch.run_folder.lines import append_line
-from ortlaunch.run_folder.lost import Lost
+from ortlaunch.run_folder.folder import RunDir, write_json_atomically, write_text_atomically
+from ortlaunch.run_folder.lines import append_json_line
+from ortlaunch.run_folder.lost import LostHost
 from ortlaunch.worker.supervision.child import Child
 from ortlaunch.worker.supervision.heartbeats import Exchange, beat_seconds
 from ortlaunch.worker.supervision.lost_host import LostHosts
@@ -54,7 +54,7 @@ class Watchdog:
         self.pulse = Pulse()
         self.exchange = Exchange(rank)
         self.verdict: Verdict | None = None
-        self.lost: Lost | None = None
+        self.lost: LostHost | None = None
         self.ended_it = False
         self._plan = Plan.read(run.plan)
         self._stacks = os.memfd_create("stacks")
@@ -141,7 +141,7 @@ class Watchdog:
         if slow is not None:
             print(f"ortlaunch: {slow.summary}", file=sys.stderr, flush=True)
             with contextlib.suppress(OSError):
-                append_line(self.run.slow_ranks, {"time": time.time(), **slow._asdict()})
+                append_json_line(self.run.slow_ranks, {"time": time.time(), **slow._asdict()})
 
     def _report_unheard(self) -> None:
         """Print once which ranks sent no heartbeat: a loss of their hosts will look like a stall."""
@@ -233,14 +233,15 @@ class Watchdog:
     def record(self) -> None:
         """After the rank's end: record its stacks, and the verdict if this supervisor made it."""
         if self.lost is not None:
-            self.lost.write(self.run)
+            self.lost.write_unless_recorded(self.run)
             return
         with contextlib.suppress(OSError):
-            write_text(
-                self.run.stacks(self.rank.rank), self.exchange.stacks.get(self.rank.rank, "")
+            write_text_atomically(
+                self.run.rank_stacks_path(self.rank.rank),
+                self.exchange.stacks.get(self.rank.rank, ""),
             )
             if self.verdict is not None:
-                write_json(self.run.stall, self._record_of(self.verdict))
+                write_json_atomically(self.run.stall, self._record_of(self.verdict))
 
     def _record_of(self, verdict: Verdict) -> dict[str, object]:
         first = verdict.behind[0]
@@ -262,7 +263,7 @@ class Watchdog:
             "exit_status": EXIT_STATUS, "signal": None, "secondary": False, "time": time.time(),
             "still_seconds": round(verdict.seconds, 1), "behind": late,
             "never_heard": self.exchange.never_heard() if self.exchange.is_hub else [],
-            "after": self.run.count_account(), "ranks": [beat._asdict() for beat in sorted(verdict.beats)],
+            "after": self.run.count_error_record(), "ranks": [beat._asdict() for beat in sorted(verdict.beats)],
         }  # fmt: skip
 
     def leave(self) -> None:

@@ -7,13 +7,13 @@ from pathlib import Path
 from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.recipe import parse_resolved
 from ortlaunch.tasks import BatchBytesRequest
-from ortlaunch.user_modules import make_importable
+from ortlaunch.user_modules import add_factory_folders_to_path
 
 
 def run(request: BatchBytesRequest) -> None:
     """Read the first micro batch, and print its bytes."""
     recipe = parse_resolved(request.recipe)
-    make_importable(recipe, Path(request.modules))
+    add_factory_folders_to_path(recipe, Path(request.modules))
     from ortlaunch.worker.data import Batches, LoadedData, stack_of
 
     micro = request.micro_samples

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from ortlaunch.json_types import Json
-from ortlaunch.run_folder.folder import RunDir, json_text, read_json, write_json
+from ortlaunch.run_folder.folder import RunDir, json_text, read_own_json, write_json_atomically
 from ortlaunch.worker.engine.comparison import compare_with_draws
 from ortlaunch.worker.engine.differences import LEAST_LOSS, Comparison
 from ortlaunch.worker.engine.flops import measured_peak_flops, wait_for
@@ -42,7 +42,7 @@ def _live(session: Session) -> None:
     folder = session.run
     group = session.group
     engine = session.engine
-    asked = read_json(folder.bench)
+    asked = read_own_json(folder.bench)
     assert engine.memory is not None
     if group.rank == 0:
         print_wrapped(*plan_lines(engine.report()), *engine.notes)
@@ -79,7 +79,7 @@ def _live(session: Session) -> None:
         )
         slept = time.perf_counter(), time.process_time()
     if group.rank == 0:
-        write_json(folder.engine, engine.report().to_json())
+        write_json_atomically(folder.engine, engine.report().to_json())
 
 
 class MeasuredTraining:
@@ -130,7 +130,7 @@ def _orders(run: RunDir) -> Iterator[Json]:
     # would keep a GPU busy.
     last = 0
     while True:
-        order = read_json(run.order) if run.order.exists() else {"number": 0}
+        order = read_own_json(run.order) if run.order.exists() else {"number": 0}
         if order["number"] <= last:
             time.sleep(_POLL_SECONDS)
             continue

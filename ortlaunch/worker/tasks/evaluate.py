@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ortlaunch.run_folder.folder import write_json
+from ortlaunch.run_folder.folder import write_json_atomically
 from ortlaunch.worker import checkpoint
 from ortlaunch.worker.evaluation.evaluation import evaluate
 from ortlaunch.worker.evaluation.record import record_of, table
@@ -26,6 +26,6 @@ def run(session: Session) -> None:
         assert found_metrics is not None, "nobody was asked to stop"
     if group.rank == 0:
         measured = record_of(found.step, len(samples), found_metrics)
-        write_json(session.run.evaluation, measured.to_json())
-        write_json(session.run.engine, session.engine.report().to_json())
+        write_json_atomically(session.run.evaluation, measured.to_json())
+        write_json_atomically(session.run.engine, session.engine.report().to_json())
         print(*table(measured), f"written to {session.run.evaluation}", sep="\n", flush=True)

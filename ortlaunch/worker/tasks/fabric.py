@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from ortlaunch.run_folder.folder import write_json
+from ortlaunch.run_folder.folder import write_json_atomically
 from ortlaunch.worker.engine.flops import measured_peak_flops, wait_for
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.session import Session
@@ -42,7 +42,7 @@ def run(session: Session) -> None:
         found["all_reduce"] = _all_reduce(group)
         found["links"] = _links(group, [node.first_rank for node in session.plan.nodes])
     if group.rank == 0:
-        write_json(session.run.fabric, found)
+        write_json_atomically(session.run.fabric, found)
 
 
 def _all_reduce(group: DistributedContext) -> dict[str, float]:

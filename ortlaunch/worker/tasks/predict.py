@@ -15,7 +15,7 @@ from ortlaunch.launch_plan import Plan
 from ortlaunch.recipe import parse_resolved
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.tasks import PredictionRequest
-from ortlaunch.user_modules import make_importable
+from ortlaunch.user_modules import add_factory_folders_to_path
 from ortlaunch.worker.engine.allocator import keep_freed_memory
 
 
@@ -27,13 +27,13 @@ def run(request: PredictionRequest) -> None:
     """
     recipe = parse_resolved(request.recipe)
     plan = Plan.from_json(request.plan)
-    make_importable(recipe, Path(plan.modules))
+    add_factory_folders_to_path(recipe, Path(plan.modules))
     if plan.device == "cpu":
         # As a rank does before it loads torch: the rates include the allocation of results.
         keep_freed_memory(os.environ)
     import torch
 
-    from ortlaunch.errors import InputError, first_line
+    from ortlaunch.errors import InputError, first_message_line
     from ortlaunch.rank import Rank
     from ortlaunch.worker.engine.prediction import write_prediction
     from ortlaunch.worker.process_group.distributed import DistributedContext
@@ -52,4 +52,6 @@ def run(request: PredictionRequest) -> None:
         write_prediction(recipe, plan, session.model, batch)
     # The user's own model may do anything.
     except Exception as error:
-        raise InputError(f"model: its work cannot be counted: {first_line(error)}") from error
+        raise InputError(
+            f"model: its work cannot be counted: {first_message_line(error)}"
+        ) from error

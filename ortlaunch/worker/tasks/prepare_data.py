@@ -38,16 +38,16 @@ def load(recipe: Recipe) -> tuple[LoadedData, list[str]]:
     line = _Line()
     line.show("loading libraries")
     try:
-        from ortlaunch.cache import take_notes
-        from ortlaunch.file_errors import of_ours
+        from ortlaunch.cache import take_cache_notes
+        from ortlaunch.file_errors import explain_errors_of_own_files
         from ortlaunch.worker.data import LoadedData
 
-        with of_ours(cache_root()):
+        with explain_errors_of_own_files(cache_root()):
             data = LoadedData(recipe, line.show)
             data.read_for(TASKS["train"])
     finally:
         line.end()
-    return data, take_notes()
+    return data, take_cache_notes()
 
 
 class _Line:

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from ortlaunch.errors import printable
+from ortlaunch.errors import escape_control_characters
 from ortlaunch.json_types import Json
 from ortlaunch.recipe import Recipe, parse_resolved
 from ortlaunch.recipe.fields.data import uses_template
 from ortlaunch.tasks import ShowDataRequest
-from ortlaunch.user_modules import make_importable
+from ortlaunch.user_modules import add_factory_folders_to_path
 from ortlaunch.worker.data import LoadedData, Samples, stack_of
 from ortlaunch.worker.data.chat_rows import chats_read
 from ortlaunch.worker.data.samples import IGNORED
@@ -43,7 +43,7 @@ _BRACKETS = (("", ""), ("[[", "]]"))
 def run(request: ShowDataRequest) -> None:
     """Print samples of a recipe's data, and the audit."""
     recipe = parse_resolved(request.recipe)
-    make_importable(recipe, Path(request.modules))
+    add_factory_folders_to_path(recipe, Path(request.modules))
     data, notes = load(recipe)
     parts = audits(data, _MOST)
     if parts:
@@ -160,16 +160,20 @@ def _print(parts: list[PartAudit], found: Json) -> None:
     marks = _COLOURS if sys.stdout.isatty() and "NO_COLOR" not in os.environ else _BRACKETS
     for key, part in found["parts"].items():
         for row in itertools.chain(*part["shown"]):
-            label = "" if row["label"] is None else f", label {printable(str(row['label']))}"
+            label = (
+                ""
+                if row["label"] is None
+                else f", label {escape_control_characters(str(row['label']))}"
+            )
             print(f"{key}, sample {row['sample']:,}: {row['tokens']:,} tokens{label}")
             # Line ends and tabs stay; other control characters are shown as escapes.
             texts = (
-                re.sub(r"[^\n\t]+", lambda of: printable(of[0]), each["text"])
+                re.sub(r"[^\n\t]+", lambda of: escape_control_characters(of[0]), each["text"])
                 for each in row["pieces"]
             )
             shown = ((*marks[each["learned"]], each["label"]) for each in row["pieces"])
             words = (
-                f"{a}{text}{b}" + (f"/{printable(label)} " if label else "")
+                f"{a}{text}{b}" + (f"/{escape_control_characters(label)} " if label else "")
                 for text, (a, b, label) in zip(texts, shown)
             )
             print(*words, sep="", end="\n\n")
@@ -184,14 +188,17 @@ def _print(parts: list[PartAudit], found: Json) -> None:
             print(f"  up to {each['up_to']:>7,} tokens {each['rows']:>7,} {bar}".rstrip())
     classes = [f"class {name}: {count:,} rows" for name, count in found["classes"].items()]
     findings = [line for part in parts for line in part.lines()[1:]] or ["no findings"]
-    print(*map(printable, [*classes, *findings]), sep="\n")
+    print(*map(escape_control_characters, [*classes, *findings]), sep="\n")
 
 
 def _print_values(found: Json) -> None:
     for key, part in found["parts"].items():
         for name, values in part["shown"].items():
             print(f"{key}, {name}:")
-            print(*(f"  {each} {printable(form)}" for each, form in values.items()), sep="\n")
+            print(
+                *(f"  {each} {escape_control_characters(form)}" for each, form in values.items()),
+                sep="\n",
+            )
         print(f"{key}: {part['samples']:,} samples")
     classes = (f"class {name}: {count:,} rows" for name, count in found["classes"].items())
-    print(*found["notes"], *map(printable, classes), sep="\n")
+    print(*found["notes"], *map(escape_control_characters, classes), sep="\n")

@@ -14,7 +14,7 @@ import torch
 from ortlaunch.errors import BadStepError, InputError, LastSaveError
 from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.recipe import Recipe
-from ortlaunch.run_folder.folder import write_json
+from ortlaunch.run_folder.folder import write_json_atomically
 from ortlaunch.worker import checkpoint
 from ortlaunch.worker.checkpoint.tensor_file import require_storable
 from ortlaunch.worker.data import Batches
@@ -180,7 +180,7 @@ def _train(
     agreed.stopped = _saves_through(session, saving, agreed, state.step)
     profiler.finish()
     if metrics:
-        write_json(session.run.engine, engine.report().to_json())
+        write_json_atomically(session.run.engine, engine.report().to_json())
     return state
 
 
@@ -241,7 +241,7 @@ def _log(
     if metrics:
         metrics.write(state.step, values)
         hook.on_step(state.step, values)
-        write_json(session.run.engine, session.engine.report().to_json())
+        write_json_atomically(session.run.engine, session.engine.report().to_json())
 
 
 def _evaluate(

@@ -7,7 +7,7 @@ A rank that runs out of memory ends like any other rank that fails. The control 
 from __future__ import annotations
 
 from ortlaunch.errors import EngineError
-from ortlaunch.run_folder.folder import write_json
+from ortlaunch.run_folder.folder import write_json_atomically
 from ortlaunch.worker.engine.memory_limits import RankLimits
 from ortlaunch.worker.session import Session
 from ortlaunch.worker.tasks.train import TrainState, train_step
@@ -41,7 +41,7 @@ def run(session: Session) -> None:
     ranks = group.gather(mine)
     if group.rank == 0:
         # The rank with the least memory left decides.
-        write_json(session.run.trial, max(ranks, key=lambda rank: float(rank["share"])))
+        write_json_atomically(session.run.trial, max(ranks, key=lambda rank: float(rank["share"])))
 
 
 def _rehearse(parity: ParitySteps, step: int) -> None:

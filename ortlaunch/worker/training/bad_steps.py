@@ -20,8 +20,8 @@ import torch
 from ortlaunch.errors import BadStepError, CheckpointError, LossSpikeError
 from ortlaunch.recipe.fields.train import Spike
 from ortlaunch.recipe.rules.bad_step_rules import actions
-from ortlaunch.run_folder.folder import json_text, write_text
-from ortlaunch.run_folder.lines import append_line
+from ortlaunch.run_folder.folder import json_text, write_text_atomically
+from ortlaunch.run_folder.lines import append_json_line
 from ortlaunch.run_folder.records import BadStep
 from ortlaunch.worker import checkpoint
 from ortlaunch.worker.data.left_out import recorded
@@ -76,7 +76,7 @@ class BadSteps:
             if line.action == "rollback":
                 self._leave_out(line)
         if changed and session.group.rank == 0:
-            write_text(
+            write_text_atomically(
                 session.run.bad_steps, "".join(json_text(asdict(line)) + "\n" for line in lines)
             )
 
@@ -132,7 +132,7 @@ class BadSteps:
             BadStepError: the recipe requires an end, or the limit of such steps is reached.
             RollBack: the newest checkpoint is to be loaded.
         """
-        found: BadStep = error.found
+        found: BadStep = error.bad_step
         found.action = self._action(error)
         limit = ""
         newest = None
@@ -191,7 +191,7 @@ class BadSteps:
 
     def _record(self, found: BadStep, said: str = "") -> None:
         if self.session.group.rank == 0:
-            append_line(self.session.run.bad_steps, asdict(found))
+            append_json_line(self.session.run.bad_steps, asdict(found))
             if said:
                 print(found.message, said, sep="\n", flush=True)
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from ortlaunch.errors import HookError, InputError, first_line
-from ortlaunch.evaluation_metrics import metrics_of
+from ortlaunch.errors import HookError, InputError, first_message_line
+from ortlaunch.evaluation_metrics import metrics_of_task
 from ortlaunch.json_types import Json
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.best import KeepBest, StopAfter
@@ -75,7 +75,7 @@ def require_metrics(session: Session) -> None:
     """
     recipe = session.recipe
     samples = session.data.evaluation
-    always = {name for name, metric in metrics_of(recipe.model.task).items() if metric.always}
+    always = {name for name, metric in metrics_of_task(recipe.model.task).items() if metric.always}
     if samples is None or all(asked.metric in always for _, asked in _wishes(recipe)):
         return
     with session.progress.during("evaluating"):
@@ -87,7 +87,7 @@ def require_metrics(session: Session) -> None:
         # The user's metric may need more samples than these few.
         except HookError as error:
             session.group.print_once(
-                f"train.metric cannot be tested before step 1: {first_line(error)}"
+                f"train.metric cannot be tested before step 1: {first_message_line(error)}"
             )
             return
     if found is not None and (wrong := without(recipe, found)):
@@ -145,7 +145,7 @@ def remembered(session: Session, memory: Memory) -> Memory:
         and (memory[wish]["metric"], memory[wish]["mode"]) == (asked.metric, asked.direction)
     }
     step = kept_step(kept)
-    here = step is not None and (session.run.checkpoint(step) / COMPLETE).exists()
+    here = step is not None and (session.run.checkpoint_folder(step) / COMPLETE).exists()
     # The kept checkpoint may have been pruned, or belong to the run that this one was started from.
     # Rank 0's answer counts: hosts may see a shared file system in different states.
     if step is not None and not session.group.gather_numbers([here])[0][0]:

@@ -24,7 +24,7 @@ from ortlaunch import tasks
 from ortlaunch.errors import MissingDependency
 from ortlaunch.run_folder.export_records import ExportLine
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.run_folder.lines import append_line, json_lines
+from ortlaunch.run_folder.lines import append_json_line, read_json_lines
 from ortlaunch.run_folder.records import as_json
 from ortlaunch.tasks import ExportRequest
 from ortlaunch.worker.checkpoint.saving import automatic_exports
@@ -74,7 +74,7 @@ class CheckpointExports:
     def add(self, step: int, only_missing: bool = False) -> None:
         """Request the exports of a complete checkpoint."""
         for form in self.formats if self.writes else ():
-            if not (only_missing and self.run.exported(step, form).exists()):
+            if not (only_missing and self.run.export_folder(step, form).exists()):
                 self.waiting.append((step, form))
 
     def in_use(self) -> tuple[int, ...]:
@@ -110,7 +110,7 @@ class CheckpointExports:
         print(f"{_name(self.running.request)}: ended; the next start repeats it", flush=True)
 
     def _start(self, step: int, form: str) -> None:
-        folder = self.run.exported(step, form)
+        folder = self.run.export_folder(step, form)
         request = ExportRequest(str(self.run), step, str(folder.absolute()), form, automatic=True)
         if step not in dict(self.run.complete_checkpoints()):
             print(f"{_name(request)}: left out: checkpoint.keep has removed it", flush=True)
@@ -146,7 +146,7 @@ class CheckpointExports:
         line = ExportLine(request.step, request.format, request.folder, automatic=True, error=why)
         # On a full disk the log alone has it.
         with contextlib.suppress(OSError):
-            append_line(self.run.exports, as_json(line))
+            append_json_line(self.run.exports, as_json(line))
 
 
 def _started(request: ExportRequest) -> _Running:
@@ -156,7 +156,7 @@ def _started(request: ExportRequest) -> _Running:
         # Its own session, because a signal to the run's processes is not for it. It ends with this
         # process (worker/alone.py).
         process = subprocess.Popen(
-            tasks.command(request), text=True, stdin=subprocess.PIPE, stdout=output, stderr=errors,
+            tasks.task_command(request), text=True, stdin=subprocess.PIPE, stdout=output, stderr=errors,
             start_new_session=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
         )  # fmt: skip
         # One that has ended already is reported by its exit status.
@@ -168,7 +168,7 @@ def _started(request: ExportRequest) -> _Running:
 
 def failures(run: RunDir) -> int:
     """Return how many automatic exports failed and were not repeated."""
-    lines = json_lines(run.exports, "step", "format", "folder").found
+    lines = read_json_lines(run.exports, "step", "format", "folder").values
     newest = {(line["step"], line["format"]): line for line in lines if line.get("automatic")}
     return sum(bool(line.get("error")) for line in newest.values())
 

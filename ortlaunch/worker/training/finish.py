@@ -13,7 +13,7 @@ from ortlaunch.errors import CheckpointError, LastSaveError, NonFiniteError
 from ortlaunch.evaluation_metrics import METRICS
 from ortlaunch.planning.prediction import cached, record_step
 from ortlaunch.recipe import Recipe
-from ortlaunch.run_folder.folder import RunDir, write_json
+from ortlaunch.run_folder.folder import RunDir, write_json_atomically
 from ortlaunch.run_folder.records import (
     BestEvaluation,
     Prediction,
@@ -21,7 +21,7 @@ from ortlaunch.run_folder.records import (
     Summary,
     as_json,
 )
-from ortlaunch.units import duration, human, number
+from ortlaunch.units import clock_duration, human_bytes, number_or_none
 from ortlaunch.worker.checkpoint import failures, load, samples_seen
 from ortlaunch.worker.checkpoint.saving import KEEP
 from ortlaunch.worker.checkpoint.verify import damage
@@ -61,7 +61,9 @@ def finish(session: Session, step: int, memory: best.Memory) -> None:
         lines = [memory_line(used)] if trained else []
         if group.rank == 0:
             # If this start made no step, keep the memory.json of the earlier start that trained.
-            write_json(run.memory, as_json(used)) if trained or not run.memory.exists() else None
+            write_json_atomically(
+                run.memory, as_json(used)
+            ) if trained or not run.memory.exists() else None
             summary = summarize(run, len(session.data.train), session.progress.seconds())
             summary = replace(
                 summary,
@@ -71,7 +73,7 @@ def finish(session: Session, step: int, memory: best.Memory) -> None:
                 **steps,
             )
             shutil.rmtree(run.stream, ignore_errors=True)
-            write_json(run.summary, as_json(summary))
+            write_json_atomically(run.summary, as_json(summary))
             loaded_by = _loaded_by(recipe, run, session.model)
             lines += filter(None, [best.stops_early(recipe, step, memory)])
             lines += [
@@ -119,7 +121,7 @@ def _take_best(session: Session, step: int, memory: best.Memory) -> BestEvaluati
     if asked is None or found is None or found["step"] is None:
         return None
     if asked.export:
-        folder = session.run.checkpoint(found["step"])
+        folder = session.run.checkpoint_folder(found["step"])
         if wrong := damage(folder, session.group):
             raise CheckpointError(
                 f"{folder}, the best checkpoint, needed for the export, is damaged: {wrong}"
@@ -140,7 +142,7 @@ def _not_judged(recipe: Recipe, run: RunDir, memory: best.Memory) -> str:
     if asked and found and asked.export:
         return ""
     last = {name: value for record in records(run) for name, value in record.items()}
-    loss = number(last.get("evaluation_loss", 0))
+    loss = number_or_none(last.get("evaluation_loss", 0))
     return "" if loss is None or math.isfinite(loss) else f"the last evaluation's loss is {loss}"
 
 
@@ -160,7 +162,7 @@ def _best_lines(run: RunDir, kept: BestEvaluation | None) -> list[str]:
     exported = " (exported)" if kept.exported else ""
     return [
         f"best {kept.metric} {kept.value:.6g} after step {kept.step}: "
-        f"{run.checkpoint(kept.step)}{exported}"
+        f"{run.checkpoint_folder(kept.step)}{exported}"
     ]
 
 
@@ -189,7 +191,9 @@ def _prediction_lines(summary: Summary) -> list[str]:
         return []
     line = f"a step: {summary.step_seconds:.3g} s"
     if found := summary.predicted:
-        return [f"{line}, predicted {found.step_seconds:.3g} s and {human(found.memory)} a rank"]
+        return [
+            f"{line}, predicted {found.step_seconds:.3g} s and {human_bytes(found.memory)} a rank"
+        ]
     return [f"{line}, not predicted: {summary.not_predicted}" if summary.not_predicted else line]
 
 
@@ -250,7 +254,7 @@ def summary_lines(summary: Summary) -> list[str]:
         losses.append(form.format(float(value)))
     return [
         f"trained {summary.steps:,} steps: {summary.samples:,} samples, {summary.epochs:.3g} epochs, "
-        f"in {duration(summary.training_seconds)}",
+        f"in {clock_duration(summary.training_seconds)}",
         *_prediction_lines(summary),
         *([", ".join(losses)] if losses else []),
         *([f"{summary.failed_saves} saves failed: saves.jsonl"] if summary.failed_saves else []),

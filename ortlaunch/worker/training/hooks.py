@@ -15,7 +15,7 @@ import socket
 import traceback
 
 from ortlaunch.errors import HookError, InputError
-from ortlaunch.run_folder.folder import write_json
+from ortlaunch.run_folder.folder import write_json_atomically
 from ortlaunch.worker.data.own import call
 from ortlaunch.worker.process_group.agreement import Agreement
 from ortlaunch.worker.session import Session
@@ -47,7 +47,7 @@ class Hook:
 
     def on_checkpoint(self, step: int) -> None:
         """Call the hook for a complete checkpoint, with its folder."""
-        self._call("on_checkpoint", step, str(self.run.checkpoint(step)))
+        self._call("on_checkpoint", step, str(self.run.checkpoint_folder(step)))
 
     def _call(self, method: str, step: int, what: object) -> None:
         # A hook may define any of the three methods.
@@ -76,7 +76,7 @@ class Hook:
         """Request a stop as `ortlaunch stop` does; after the last step, do nothing."""
         if step < self.last_step:
             by = f"train.hook ({self.name}.{method})"
-            write_json(
+            write_json_atomically(
                 self.run.stop_request, {"by": by, "pid": os.getpid(), "host": socket.gethostname()}
             )
             self.agreed.add(RankRequest.STOP)

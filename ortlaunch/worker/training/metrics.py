@@ -13,10 +13,15 @@ from dataclasses import fields
 from ortlaunch.evaluation_metrics import METRICS
 from ortlaunch.json_types import Json
 from ortlaunch.recipe import Recipe
-from ortlaunch.run_folder.folder import RunDir, json_text, progress_width, write_text
-from ortlaunch.run_folder.lines import json_lines
+from ortlaunch.run_folder.folder import (
+    RunDir,
+    json_text,
+    terminal_columns_of_command,
+    write_text_atomically,
+)
+from ortlaunch.run_folder.lines import read_json_lines
 from ortlaunch.run_folder.records import MetricsLine
-from ortlaunch.units import duration
+from ortlaunch.units import clock_duration
 from ortlaunch.worker.training.trackers import Beside
 
 EVALUATION = "evaluation_"
@@ -57,8 +62,8 @@ class Metrics:
     def _show(self, step: int, values: dict[str, object], elapsed: float) -> None:
         # The speed of this start only: an earlier one may have had other hosts.
         left = elapsed / max(1, step - self.first_step) * (self.max_steps - step)
-        head, last = f"step {step}/{self.max_steps}", f"ETA {duration(left)}"
-        columns = progress_width()
+        head, last = f"step {step}/{self.max_steps}", f"ETA {clock_duration(left)}"
+        columns = terminal_columns_of_command()
         parts = [head, *_shown(values), last]
         # metrics.jsonl has what a narrow terminal has no room for.
         for name in _LEAST:
@@ -113,15 +118,15 @@ def _cut_after(run: RunDir, step: int) -> float:
     Returns:
         The elapsed seconds of the last line that is left.
     """
-    lines = json_lines(run.metrics, "step", "elapsed_seconds")
-    if lines.left_out:
-        print(*lines.left_out, sep="\n", flush=True)
-    kept = [record for record in lines.found if record["step"] <= step]
+    lines = read_json_lines(run.metrics, "step", "elapsed_seconds")
+    if lines.unreadable:
+        print(*lines.unreadable, sep="\n", flush=True)
+    kept = [record for record in lines.values if record["step"] <= step]
     if run.metrics.exists():
-        write_text(run.metrics, "".join(json_text(record) + "\n" for record in kept))
+        write_text_atomically(run.metrics, "".join(json_text(record) + "\n" for record in kept))
     return float(kept[-1]["elapsed_seconds"]) if kept else 0.0
 
 
 def records(run: RunDir) -> list[Json]:
     """Return the readable lines of metrics.jsonl that have a step."""
-    return json_lines(run.metrics, "step").found
+    return read_json_lines(run.metrics, "step").values

@@ -14,8 +14,13 @@ from ortlaunch.errors import EngineError, ParityError
 from ortlaunch.json_types import Json
 from ortlaunch.recipe.rules.parity import Compared, compared_steps
 from ortlaunch.run_folder.engine_report import Parity
-from ortlaunch.run_folder.folder import RunDir, json_text, write_json, write_text
-from ortlaunch.run_folder.lines import json_lines
+from ortlaunch.run_folder.folder import (
+    RunDir,
+    json_text,
+    write_json_atomically,
+    write_text_atomically,
+)
+from ortlaunch.run_folder.lines import read_json_lines
 from ortlaunch.run_folder.records import ParityLine, as_json
 from ortlaunch.worker.engine.allocator import give_back_freed_memory
 from ortlaunch.worker.engine.comparison import compare_evaluation, compare_with_draws, dropouts
@@ -93,8 +98,10 @@ class ParitySteps:
         self.engine.record.parity = self._summary()
         if self.group.rank == 0:
             # Rewritten whole: lines of steps after the resumed checkpoint disappear.
-            write_text(self.run.parity, "".join(json_text(each) + "\n" for each in self.records))
-            write_json(self.run.engine, self.engine.report().to_json())
+            write_text_atomically(
+                self.run.parity, "".join(json_text(each) + "\n" for each in self.records)
+            )
+            write_json_atomically(self.run.engine, self.engine.report().to_json())
         if not record["passed"]:
             raise ParityError(self._described(record))
         if record.get("not_judged"):
@@ -365,6 +372,6 @@ def _name(name: str) -> str:
 
 def _records_until(run: RunDir, step: int, group: DistributedContext) -> list[Record]:
     """Return the comparisons of earlier starts up to the checkpoint that the run resumes from."""
-    lines = json_lines(run.parity, *_COMPARED)
-    group.print_once(*lines.left_out)
-    return [record for record in lines.found if record["step"] <= step]
+    lines = read_json_lines(run.parity, *_COMPARED)
+    group.print_once(*lines.unreadable)
+    return [record for record in lines.values if record["step"] <= step]

@@ -19,7 +19,7 @@ from unittest import mock
 
 import torch
 
-from ortlaunch.run_folder.folder import write_json
+from ortlaunch.run_folder.folder import write_json_atomically
 from ortlaunch.run_folder.profile_record import (
     COMMUNICATION,
     COMPUTING,
@@ -29,7 +29,7 @@ from ortlaunch.run_folder.profile_record import (
     READING,
     WAITING,
     Profile,
-    lines,
+    profile_lines,
 )
 from ortlaunch.worker.engine.flops import measured_peak_flops
 from ortlaunch.worker.engine.spans import LineMarks, ProfiledSessions, Span, torch_spans
@@ -176,10 +176,12 @@ class StepProfiler:
             kinds=kinds,
             costs=found[:10],
         )
-        write_json(session.run.profile, vars(measured))
+        write_json_atomically(session.run.profile, vars(measured))
         write_bytes = session.run.trace.write_bytes
         write_bytes(gzip.compress(json.dumps({"traceEvents": timeline(spans)}).encode()))
-        print(*lines(vars(measured)), f"timeline: {session.run.trace}", sep="\n", flush=True)
+        print(
+            *profile_lines(vars(measured)), f"timeline: {session.run.trace}", sep="\n", flush=True
+        )
 
 
 def timeline(spans: Sequence[Span]) -> list[dict[str, Any]]:

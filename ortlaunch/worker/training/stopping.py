@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 from ortlaunch.errors import CheckpointError, NotSaved
-from ortlaunch.run_folder.folder import COMPLETE, read_json, write_json
+from ortlaunch.run_folder.folder import COMPLETE, read_own_json, write_json_atomically
 from ortlaunch.run_folder.records import Stopped, as_json
 from ortlaunch.worker.checkpoint import Saving
 from ortlaunch.worker.session import Session
@@ -22,13 +22,13 @@ def stop(session: Session, asked: RankRequest, step: int) -> RankRequest:
     if not asked.stops:
         return asked
     steps = session.recipe.train.steps
-    folder = session.run.checkpoint(step)
+    folder = session.run.checkpoint_folder(step)
     # Rank 0's answer counts: hosts may see a shared file system in different states.
     if not session.group.gather_numbers([(folder / COMPLETE).exists()])[0][0]:
         raise _not_saved(session, asked, "see NOT SAVED above")
     if session.group.rank == 0:
         how = Stopped(step, steps, _who(session, asked), asked.exit_status)
-        write_json(session.run.stopped, as_json(how))
+        write_json_atomically(session.run.stopped, as_json(how))
         print(f"stopped by {how.by} after step {step} of {steps}, saved: {folder}", flush=True)
     # No rank exits before stopped.json is written.
     session.group.barrier()
@@ -64,5 +64,5 @@ def _who(session: Session, asked: RankRequest) -> str:
     """Return who requested it, as text."""
     # `ortlaunch stop` and a hook write this file; without it, a signal was the request.
     with contextlib.suppress(OSError, ValueError, KeyError):
-        return str(read_json(session.run.stop_request)["by"])
+        return str(read_own_json(session.run.stop_request)["by"])
     return asked.signal.name

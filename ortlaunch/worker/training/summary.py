@@ -13,7 +13,7 @@ from ortlaunch.run_folder.engine_report import (
     OnnxRuntime,
     OptimizerGroup,
 )
-from ortlaunch.units import aligned, counted
+from ortlaunch.units import align_columns, count_with_noun
 from ortlaunch.worker.data.mixture import streams_of
 from ortlaunch.worker.data_audit import audits, require_sound
 from ortlaunch.worker.length import length_line
@@ -66,7 +66,7 @@ def plan_lines(report: EngineReport) -> list[str]:
     lines = [
         f"engine {engine.used} on {report.device}, {report.precision}, "
         f"{trained}{report.parameters:,} parameters, "
-        f"{counted(report.ranks, 'rank')} x {counted(report.threads_per_rank, 'thread')}"
+        f"{count_with_noun(report.ranks, 'rank')} x {count_with_noun(report.threads_per_rank, 'thread')}"
         + ("" if report.sharding == "none" else f", sharding: {report.sharding}")
     ]
     if engine.fallback_reason:
@@ -113,7 +113,7 @@ def _groups(groups: Sequence[OptimizerGroup]) -> list[str]:
         )
         for group in groups
     ]
-    return aligned(rows)
+    return align_columns(rows)
 
 
 def _matmul_precision(report: EngineReport) -> list[str]:
@@ -226,7 +226,7 @@ def outcome_lines(report: EngineReport) -> list[str]:
         f"{ort.forward_passes} forward, {ort.backward_passes} backward passes "
         "by ONNX Runtime on rank 0"
     )
-    ran = f"ran on engine {report.engine.used}: {passes}, {counted(ort.fallbacks, 'fallback')}"
+    ran = f"ran on engine {report.engine.used}: {passes}, {count_with_noun(ort.fallbacks, 'fallback')}"
     return [ran, *_graph(ort), f"optimizer {report.optimizer.used}", *_torch(ort)]
 
 
@@ -258,4 +258,6 @@ def _graph(ort: OnnxRuntime) -> list[str]:
         if name != graph.provider
     ]
     amid = f", with {', '.join(inside)}" if inside else ""
-    return [f"  {counted(ort.exports, 'export')}; the graph of a step has {nodes} nodes{amid}"]
+    return [
+        f"  {count_with_noun(ort.exports, 'export')}; the graph of a step has {nodes} nodes{amid}"
+    ]

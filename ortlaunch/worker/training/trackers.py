@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from ortlaunch.json_types import Json
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.text.place import leaves
-from ortlaunch.run_folder.folder import RunDir, write_text
+from ortlaunch.run_folder.folder import RunDir, write_text_atomically
 
 # Seconds for sending the rest at the end.
 _LEAVE_SECONDS = 60.0
@@ -192,7 +192,7 @@ def _kept(path: Path, make: Callable[[], str]) -> str:
     """Return the id in this file; the first start in a run folder makes and stores it."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, make())
+        write_text_atomically(path, make())
     return path.read_text(encoding="utf-8")
 
 

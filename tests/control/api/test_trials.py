@@ -235,7 +235,7 @@ def shares(parallel: int, environ: dict[str, str], **launch: Any) -> list[Any]:
 def test_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trials at the same time share GPUs and cores; one trial alone has them all."""
     monkeypatch.setattr(machine, "DEVICES", tmp_path)
-    monkeypatch.setattr(machine, "cores", lambda: 8)
+    monkeypatch.setattr(machine, "usable_core_count", lambda: 8)
     for number in range(5):
         (tmp_path / f"nvidia{number}").touch()
     assert shares(1, {}) == [{}]

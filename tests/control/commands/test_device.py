@@ -41,7 +41,7 @@ def test_what_is_started(artifacts: DeviceFolder, monkeypatch: pytest.MonkeyPatc
     """The process gets the artifacts' recipe, tokenizer and checkpoint, and the client's data."""
     started: list[Any] = []
     # The process itself would need the artifacts' contents; 3 stands for its exit status.
-    monkeypatch.setattr(tasks, "run_alone", lambda request: started.append(request) or 3)
+    monkeypatch.setattr(tasks, "run_task_alone", lambda request: started.append(request) or 3)
     mine = ("data.train.format=text", "data.train.path=[mine.txt]", "train.max_steps=7")
     assert device.start(DeviceRequest("train", str(artifacts), to="after", steps=5), mine) == 3
     (given,) = started
@@ -86,7 +86,7 @@ def test_the_folder_of_a_result_is_made_before_any_step(
         there.append(Path(str(request.to)).parent.is_dir())
         return 0
 
-    monkeypatch.setattr(tasks, "run_alone", run)
+    monkeypatch.setattr(tasks, "run_task_alone", run)
     clients = (str(artifacts.checkpoint),) * 2
     earlier = tmp_path / "rounds/2/mean"
     device.start(DeviceRequest("train", str(artifacts), to=str(tmp_path / "out/client")), ())

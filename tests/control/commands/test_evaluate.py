@@ -17,8 +17,8 @@ from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe import parse_resolved, to_yaml
 from ortlaunch.resolve import resume
 from ortlaunch.resolve.resume import ResumeOptions
-from ortlaunch.run_folder.folder import RunDir, write_json
-from ortlaunch.run_folder.origin import ORIGIN, origin
+from ortlaunch.run_folder.folder import RunDir, write_json_atomically
+from ortlaunch.run_folder.origin import ORIGIN, checkpoint_origin
 from tests import makers
 
 EVALUATION = ("data.evaluation.format=custom", "data.evaluation.factory=mine:data")
@@ -30,8 +30,8 @@ def run(tmp_path: Path) -> RunDir:
     (tmp_path / "mine.py").write_text(makers.OWN_MODULE)
     recipe = makers.recipe(batch={"global_size": 8, "micro_size": 2})
     found = RunDir(tmp_path / "run")
-    found.checkpoint(10).mkdir(parents=True)
-    (found.checkpoint(10) / "COMPLETE").touch()
+    found.checkpoint_folder(10).mkdir(parents=True)
+    (found.checkpoint_folder(10) / "COMPLETE").touch()
     found.recipe.write_text(to_yaml(recipe))
     # The plan has the folder of the user's modules.
     found.plan.write_text(makers.plan(recipe).to_json().replace('"here"', f'"{tmp_path}"'))
@@ -42,7 +42,9 @@ def test_what_is_started(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """An evaluation may have another number of ranks, and uses the run's modules."""
     # The global batch of 8 is not divisible by 3 ranks.
     started: list[Any] = []
-    monkeypatch.setattr(evaluations.control, "train", lambda *given: started.append(given) or 3)
+    monkeypatch.setattr(
+        evaluations.control, "run_training_command", lambda *given: started.append(given) or 3
+    )
     options = LaunchOptions("torchrun", 3)
     assert evaluations.evaluate(run, None, EVALUATION, options) == 3
     ((resolved, folder, resume),) = started
@@ -53,22 +55,23 @@ def test_what_is_started(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert resolved.plan.modules == str(run.path.parent)
     assert folder == run.path / "evaluations/step_00000010"
-    assert resume.choice == str(run.checkpoint(10))
+    assert resume.choice == str(run.checkpoint_folder(10))
 
 
 def test_what_is_said_of_it(run: RunDir) -> None:
     """The printed changes are those that concern an evaluation: neither batches nor steps."""
     trained = parse_resolved(run.recipe.read_text())
-    write_json(run.checkpoint(10) / "manifest.json", {"step": 10})
-    write_json(
-        run.checkpoint(10) / ORIGIN, origin(trained, makers.plan(trained).batch, 1, "cpu", {}, None)
+    write_json_atomically(run.checkpoint_folder(10) / "manifest.json", {"step": 10})
+    write_json_atomically(
+        run.checkpoint_folder(10) / ORIGIN,
+        checkpoint_origin(trained, makers.plan(trained).batch, 1, "cpu", {}, None),
     )
     found = evaluations._resolved(
         run, (*EVALUATION, "log.every_steps=7"), LaunchOptions("torchrun", 3)
     )
-    options = ResumeOptions(str(run.checkpoint(10)))
-    lines = resume.beginning(run.evaluation_of(10), found, None, options).lines
-    assert lines[0] == f"evaluating after step 10 from {run.checkpoint(10)}"
+    options = ResumeOptions(str(run.checkpoint_folder(10)))
+    lines = resume.beginning(run.evaluation_folder(10), found, None, options).lines
+    assert lines[0] == f"evaluating after step 10 from {run.checkpoint_folder(10)}"
     assert "  changed: log.every_steps: 10 -> 7: applied" in lines
     assert [line for line in lines if "batch" in line or "world" in line] == []
     assert (
@@ -84,12 +87,13 @@ def _words(run: RunDir) -> RunDir:
     """Make the run one on text, whose checkpoint has a record of its origin."""
     recipe = makers.bert(data={**makers.WORDS, "evaluation": "python-docs"})
     run.recipe.write_text(to_yaml(recipe))
-    write_json(run.checkpoint(10) / "manifest.json", {"step": 10})
-    write_json(
-        run.checkpoint(10) / ORIGIN, origin(recipe, makers.plan(recipe).batch, 1, "cpu", {}, None)
+    write_json_atomically(run.checkpoint_folder(10) / "manifest.json", {"step": 10})
+    write_json_atomically(
+        run.checkpoint_folder(10) / ORIGIN,
+        checkpoint_origin(recipe, makers.plan(recipe).batch, 1, "cpu", {}, None),
     )
     # With its own vocabulary, the training data no longer determine the tokens.
-    write_json(run.vocabulary, {})
+    write_json_atomically(run.vocabulary, {})
     return run
 
     # Any other file than the corpus of the training.
@@ -102,7 +106,7 @@ def _other_text(run: RunDir) -> str:
 def _lines(run: RunDir, *overrides: str) -> tuple[str, ...]:
     found = evaluations._resolved(run, overrides, LaunchOptions("local"))
     return resume.beginning(
-        run.evaluation_of(10), found, None, ResumeOptions(str(run.checkpoint(10)))
+        run.evaluation_folder(10), found, None, ResumeOptions(str(run.checkpoint_folder(10)))
     ).lines
 
 
@@ -157,7 +161,7 @@ def model(run: RunDir) -> Path:
         engine={"name": "ort"},
     )
     run.recipe.write_text(to_yaml(words))
-    folder = run.exported(10, "onnx")
+    folder = run.export_folder(10, "onnx")
     folder.mkdir(parents=True)
     for name in ("model.onnx", "config.json", "tokenizer_config.json"):
         (folder / name).touch()
@@ -169,7 +173,7 @@ def test_a_model_is_measured_by_its_runs_recipe(
 ) -> None:
     """A model is measured by its run's recipe, with the tokenizer and graph of its own folder."""
     started: list[Any] = []
-    monkeypatch.setattr(tasks, "run_alone", lambda request: started.append(request) or 3)
+    monkeypatch.setattr(tasks, "run_task_alone", lambda request: started.append(request) or 3)
     corpus = ("data.evaluation=python-docs",)
     assert (evaluate_model.is_model(model), evaluate_model.is_model(model.parents[1])) == (
         True,
@@ -230,7 +234,7 @@ def test_the_advice_can_be_typed(
     task: str, data: dict[str, Any], model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The override that the error suggests for an evaluation corpus is valid."""
-    monkeypatch.setattr(tasks, "run_alone", lambda request: 3)
+    monkeypatch.setattr(tasks, "run_task_alone", lambda request: 3)
     family = "llama" if task == "causal-lm" else "bert"
     made = makers.recipe(
         model={"task": task, "config": {"model_type": family}}, data={**makers.WORDS, **data}

@@ -11,7 +11,7 @@ from ortlaunch import tasks
 from ortlaunch.commands import export as exports
 from ortlaunch.commands.export import ExportOptions
 from ortlaunch.errors import InputError
-from ortlaunch.run_folder.folder import RunDir, write_json
+from ortlaunch.run_folder.folder import RunDir, write_json_atomically
 
 
 @pytest.fixture
@@ -19,9 +19,9 @@ def run(tmp_path: Path) -> RunDir:
     """A run with checkpoints of steps 10 and 20, and a partial one of step 30."""
     found = RunDir(tmp_path / "run")
     for step in (10, 20):
-        found.checkpoint(step).mkdir(parents=True)
-        (found.checkpoint(step) / "COMPLETE").touch()
-    found.partial(30).mkdir()
+        found.checkpoint_folder(step).mkdir(parents=True)
+        (found.checkpoint_folder(step) / "COMPLETE").touch()
+    found.partial_checkpoint_folder(30).mkdir()
     for path in (found.plan, found.recipe):
         path.touch()
     return found
@@ -64,15 +64,15 @@ def test_the_best_checkpoint(
     """`--step best` takes the checkpoint of keep_best; without it a line names that checkpoint."""
     with pytest.raises(InputError, match=r"--step best: .* is not set, or the training has not en"):
         exports.chosen_step(run, "best")
-    write_json(run.summary, {"steps": 20, "best": {"step": 10}})
+    write_json_atomically(run.summary, {"steps": 20, "best": {"step": 10}})
     assert exports.chosen_step(run, "best") == 10
-    monkeypatch.setattr(tasks, "answer_of", lambda request, shown: None)
+    monkeypatch.setattr(tasks, "run_task_for_answer", lambda request, shown: None)
     exports.export(run, ExportOptions(), ("stdout",))
     note = "step 20 is the newest checkpoint; the best is of step 10: --step best\n"
     assert capsys.readouterr().out == note
     exports.export(run, ExportOptions(step=20), ("stdout",))
     # It may be deleted by hand.
-    (run.checkpoint(10) / "COMPLETE").unlink()
+    (run.checkpoint_folder(10) / "COMPLETE").unlink()
     exports.export(run, ExportOptions(), ("stdout",))
     assert capsys.readouterr().out == ""
 
@@ -82,7 +82,7 @@ def test_no_run_and_no_checkpoint(run: RunDir, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="is not a run folder"):
         exports.export(RunDir(tmp_path), ExportOptions())
     for step in (10, 20):
-        (run.checkpoint(step) / "COMPLETE").unlink()
+        (run.checkpoint_folder(step) / "COMPLETE").unlink()
     with pytest.raises(InputError, match="has no complete checkpoint"):
         exports.export(run, ExportOptions())
 
@@ -93,7 +93,9 @@ def test_what_is_started(
 ) -> None:
     """The requested or newest checkpoint is exported to a folder of its step."""
     started: list[Any] = []
-    monkeypatch.setattr(tasks, "answer_of", lambda request, shown: started.append(request))
+    monkeypatch.setattr(
+        tasks, "run_task_for_answer", lambda request, shown: started.append(request)
+    )
     folder = run.path / "exports" / f"step_{taken:08d}"
     assert exports.export(run, ExportOptions(step)) == folder
     assert started == [tasks.ExportRequest(str(run), taken, str(folder), "huggingface")]

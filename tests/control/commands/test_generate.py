@@ -11,7 +11,7 @@ from ortlaunch import tasks
 from ortlaunch.commands import generate as generation
 from ortlaunch.errors import InputError
 from ortlaunch.recipe import to_yaml
-from ortlaunch.run_folder.folder import RunDir, write_json
+from ortlaunch.run_folder.folder import RunDir, write_json_atomically
 from ortlaunch.tasks import GenerationRequest
 from tests import makers
 
@@ -25,8 +25,8 @@ def run_of(folder: Path, task: str) -> RunDir:
     recipe = makers.recipe(model={"task": task, "config": config}, data=makers.WORDS)
     found = RunDir(folder)
     for step in (10, 20):
-        found.checkpoint(step).mkdir(parents=True)
-        (found.checkpoint(step) / "COMPLETE").touch()
+        found.checkpoint_folder(step).mkdir(parents=True)
+        (found.checkpoint_folder(step) / "COMPLETE").touch()
     found.recipe.write_text(to_yaml(recipe))
     found.plan.touch()
     return found
@@ -62,10 +62,12 @@ def test_which_model(
     started = list[Any]()
     if finished:
         best = {"best": {"step": 10, "exported": True}} if finished < 0 else {}
-        write_json(run.summary, {"steps": finished if finished > 0 else 20, **best})
-        write_json(run.export / "config.json", {})
+        write_json_atomically(run.summary, {"steps": finished if finished > 0 else 20, **best})
+        write_json_atomically(run.export / "config.json", {})
 
-    monkeypatch.setattr(tasks, "answer_of", lambda request, _: started.append(request) or "The\n")
+    monkeypatch.setattr(
+        tasks, "run_task_for_answer", lambda request, _: started.append(request) or "The\n"
+    )
     assert generation.generate(asked(run.path, step)) == "The"
     (given,) = started
     assert (given.model, given.step) == (str(tmp_path / taken[0]), taken[1])
@@ -77,7 +79,7 @@ def test_refusals(tmp_path: Path) -> None:
         run = run_of(tmp_path / task, task)
         with pytest.raises(InputError, match=f"trains task {task}; only causal-lm generates text"):
             generation.generate(asked(run.path))
-    write_json(tmp_path / "bert/config.json", {"architectures": ["BertForMaskedLM"]})
+    write_json_atomically(tmp_path / "bert/config.json", {"architectures": ["BertForMaskedLM"]})
     with pytest.raises(
         InputError, match="bert contains a BertForMaskedLM; only causal models generate text"
     ):

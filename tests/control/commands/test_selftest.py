@@ -35,7 +35,7 @@ def place(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         last = 1.5 if "mpi" in training.name else 1.0
         return Trained(training.name, "a:0-0", (2.0, last), 1.0, folder / "log")
 
-    monkeypatch.setattr(selftest, "checkup", lambda *_: [CHECKED])
+    monkeypatch.setattr(selftest, "check_hosts_or_this_machine", lambda *_: [CHECKED])
     monkeypatch.setattr(selftest, "_measure", lambda *_: [Finding("a", "link", OK, "to b")])
     monkeypatch.setattr(selftest, "_has_mpirun", lambda: True)
     monkeypatch.setattr(selftest, "_slurm_nodes", lambda: 3)
@@ -72,7 +72,9 @@ def test_no_rank_is_started_where_a_check_failed(
     place: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No rank is started after a failed check, and a finding notes that."""
-    monkeypatch.setattr(selftest, "checkup", lambda *_: [replace(CHECKED, verdict=FAILED)])
+    monkeypatch.setattr(
+        selftest, "check_hosts_or_this_machine", lambda *_: [replace(CHECKED, verdict=FAILED)]
+    )
     assert run(tmp_path / "st", answer=True)["ranks"].what == "not started, because a check failed"
     assert place == []
 

@@ -26,7 +26,7 @@ from ortlaunch.other_runs.status import read_status
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.rank import JOB_VARIABLE
 from ortlaunch.resolve.resolve import ResolvedRun, resolve
-from ortlaunch.run_folder.folder import RunDir, write_json, write_text
+from ortlaunch.run_folder.folder import RunDir, write_json_atomically, write_text_atomically
 from ortlaunch.schedulers import QueueState, slurm
 from tests.makers import BERT, CUSTOM, WORDS
 
@@ -164,7 +164,7 @@ class Queue:
 
     def submit(self, request: Any) -> str:
         for path, text in request.files:
-            write_text(Path(path), text)
+            write_text_atomically(Path(path), text)
         return "12"
 
     def states(self) -> dict[str, QueueState]:
@@ -205,7 +205,7 @@ def test_a_run_in_a_queue(queue: Queue) -> None:
     assert runs_table(listing.newest_statuses(None), 80).split("\n")[1].startswith("pending ")
     with pytest.raises(PlanError, match="its run has not ended, or is queued"):
         submit(resolved(), run.path, run, "slurm")
-    write_text(run.logs / "slurm-12.out", "hello\n")
+    write_text_atomically(run.logs / "slurm-12.out", "hello\n")
     assert "".join(output(run, 0, follow=False)) == "hello\n"
     assert cancel(run).startswith("cancelled\n")
     # The queue forgets its jobs after some time; job.json has the end.
@@ -219,8 +219,8 @@ def test_a_job_that_saved_when_it_was_cancelled(queue: Queue) -> None:
     # 85 would request another start.
     run = put(queue)
     for path in (run.plan, run.request):
-        write_text(path, "")
-    write_json(run.stopped, {"step": 7, "steps": 9, "by": "SIGTERM", "exit_status": 85})
+        write_text_atomically(path, "")
+    write_json_atomically(run.stopped, {"step": 7, "steps": 9, "by": "SIGTERM", "exit_status": 85})
     queue.cancel("12")
     status = read_status(run)
     assert (status.state, status.job.exit_status) == (JobState.CANCELLED, 143)
@@ -280,10 +280,10 @@ def test_a_turn_without_a_step(
     """A job whose time limit is too short for one step is not queued for ever."""
     # The first start may have been shorter by chance; the second one is the last.
     run = put(queue)
-    write_text(run.plan, resolved().plan.to_json())
-    for path in (run.request, run.log(0, "err")):
-        write_text(path, "")
-    write_json(run.error(0), STOPPED)
+    write_text_atomically(run.plan, resolved().plan.to_json())
+    for path in (run.request, run.rank_log_path(0, "err")):
+        write_text_atomically(path, "")
+    write_json_atomically(run.rank_error_path(0), STOPPED)
     monkeypatch.setenv("SLURM_RESTART_COUNT", turn)
     monkeypatch.setattr("sys.argv", ["ended", str(run), "0", "85", BEGAN])
     assert ended.main() == status
@@ -318,9 +318,9 @@ def test_a_turn_that_never_began_is_no_earlier_ones_end(
 ) -> None:
     """A start of the job in which srun fails does not end as the saved start before it."""
     run = put(queue)
-    write_text(run.plan, resolved().plan.to_json())
-    write_text(run.request, "")
-    write_json(run.stopped, {"step": 3, "steps": 9, "by": "SIGUSR1", "exit_status": 85})
+    write_text_atomically(run.plan, resolved().plan.to_json())
+    write_text_atomically(run.request, "")
+    write_json_atomically(run.stopped, {"step": 3, "steps": 9, "by": "SIGUSR1", "exit_status": 85})
     monkeypatch.setattr("sys.argv", ["ended", str(run), "0", "85", BEGAN])
     assert ended.main() == 85
     # As the script does with `touch`, when a start begins.
@@ -354,9 +354,9 @@ def test_what_goes_back_into_the_queue(
         (tools / name).write_text(f"#!/bin/sh\n{body}\n")
         (tools / name).chmod(0o755)
     text = request_of(resolved(f"launch.max_restarts={restarts}"), run, "slurm").files[0][1]
-    write_text(run.job_script, text)
+    write_text_atomically(run.job_script, text)
     if stop:
-        write_json(run.stop_request, {"by": stop})
+        write_json_atomically(run.stop_request, {"by": stop})
     environ = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "SLURM_JOB_ID": "12"}
     done = subprocess.run(
         ["bash", str(run.job_script)], env=environ, capture_output=True, timeout=60, check=False
@@ -442,7 +442,7 @@ def test_an_end_before_rank_0_prepared(
     run = put(queue)
     monkeypatch.setenv("SLURM_JOB_ID", "12")
     turn = ["an earlier turn failed", f"{slurm.TURN}n1, turn 2", *lines]
-    write_text(run.logs / "slurm-12.out", "\n".join(turn))
+    write_text_atomically(run.logs / "slurm-12.out", "\n".join(turn))
     monkeypatch.setattr("sys.argv", ["ended", str(run), "0", "143", BEGAN])
     assert ended.main() == status
     record = JobRecord.read(run)
@@ -454,12 +454,12 @@ def test_an_end_before_rank_0_prepared(
 def test_a_step_that_slurm_ended(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     """A launch that Slurm could not do is no lack of memory."""
     run = put(queue)
-    write_text(run.plan, resolved().plan.to_json())
-    for path in (run.request, run.log(0, "err")):
-        write_text(path, "")
+    write_text_atomically(run.plan, resolved().plan.to_json())
+    for path in (run.request, run.rank_log_path(0, "err")):
+        write_text_atomically(path, "")
     line = "srun: error: Task launch for StepId=35.0 failed on node cn5: Communication failure"
     monkeypatch.setenv("SLURM_JOB_ID", "12")
-    write_text(run.logs / "slurm-12.out", f"{slurm.TURN}n1, turn 1\n{line}\n")
+    write_text_atomically(run.logs / "slurm-12.out", f"{slurm.TURN}n1, turn 1\n{line}\n")
     monkeypatch.setattr("sys.argv", ["ended", str(run), "0", "137", BEGAN])
     assert ended.main() == 137
     record = JobRecord.read(run)
@@ -498,7 +498,7 @@ def test_a_node_without_the_folder_starts_no_rank(tmp_path: Path) -> None:
     home = Path.cwd() / "gone"
     home.mkdir()
     os.chdir(home)
-    write_text(run.job_script, request_of(resolved(), run, "slurm").files[0][1])
+    write_text_atomically(run.job_script, request_of(resolved(), run, "slurm").files[0][1])
     os.chdir(tmp_path)
     (home / "recipe.yaml").unlink()
     home.rmdir()
@@ -534,7 +534,7 @@ def test_a_controller_that_is_away(queue: Queue, monkeypatch: pytest.MonkeyPatch
 def test_a_queue_that_does_not_answer(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     """A queue that does not answer is reported, beside the state in the run folder."""
     run = put(queue)
-    write_text(run.metrics, '{"step": 7, "loss": 2.5}\n')
+    write_text_atomically(run.metrics, '{"step": 7, "loss": 2.5}\n')
 
     def away(job: str) -> None:
         raise LaunchError("squeue cannot report the job's state: slurm_load_jobs error")
@@ -566,7 +566,7 @@ def test_a_stop_of_a_run_that_waits(queue: Queue) -> None:
     run = put(queue)
     with pytest.raises(InputError, match="is queued, and it has no checkpoint"):
         stop(run)
-    write_text(run.checkpoint(86) / "COMPLETE", "")
+    write_text_atomically(run.checkpoint_folder(86) / "COMPLETE", "")
     with pytest.raises(
         InputError, match="is queued, and its last checkpoint is of step 86; `ortlaunch cancel`"
     ):

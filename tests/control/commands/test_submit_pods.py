@@ -16,7 +16,7 @@ import yaml
 from ortlaunch import recipe
 from ortlaunch.commands.submit import request_of, submit, without_effect
 from ortlaunch.errors import InputError, LaunchError, MissingDependency, PlanError, RecipeError
-from ortlaunch.launch import JobState, Request
+from ortlaunch.launch import JobState, LaunchRequest
 from ortlaunch.other_runs.cancel import cancel
 from ortlaunch.other_runs.logs import output
 from ortlaunch.other_runs.status import read_status
@@ -56,7 +56,7 @@ def resolved(name: str, kind: str, *overrides: str) -> ResolvedRun:
     return resolve(Path(RECIPES[name]), (*WORLD, *chosen, *overrides), options, SECRET)
 
 
-def requested(name: str, kind: str, *overrides: str) -> Request:
+def requested(name: str, kind: str, *overrides: str) -> LaunchRequest:
     """Return the request for the scheduler."""
     return request_of(
         resolved(name, kind, *overrides), RUN, "azureml" if kind == "azureml" else "kubernetes"

@@ -22,7 +22,7 @@ from ortlaunch.launch_plan import Node
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe import to_yaml
 from ortlaunch.run import checkup as checkup_module
-from ortlaunch.run.checkup import CheckupOptions, checkup
+from ortlaunch.run.checkup import CheckupOptions, check_hosts_or_this_machine
 from tests.makers import CUSTOM, recipe, world_of
 
 # Host, slots, first rank, devices: three hosts form a ring, so that each has two links.
@@ -83,7 +83,9 @@ def test_no_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_gpus_and_a_torch_that_cannot_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """GPUs with a CPU wheel of torch are a warning; fewer GPUs than slots are a failure."""
-    monkeypatch.setattr(machine, "hardware", lambda: {"gpus": ["NVIDIA H200", "NVIDIA H200"]})
+    monkeypatch.setattr(
+        machine, "hardware_record", lambda: {"gpus": ["NVIDIA H200", "NVIDIA H200"]}
+    )
     monkeypatch.setattr(probe, "gpus", lambda: 2)
     monkeypatch.setattr(probe, "busy_gpus", lambda: ["7, 30 MiB"])
     monkeypatch.setattr(probe, "versions", lambda *_: {"torch": "2.13.0+cpu"})
@@ -174,7 +176,7 @@ def test_a_port_and_an_interface_that_were_asked_for() -> None:
 def test_options_that_would_do_nothing(options: dict[str, Any], message: str) -> None:
     """An option that has no effect without a recipe or a host file is refused."""
     with pytest.raises(PlanError, match=message):
-        checkup(None, (), LaunchOptions(**options), CheckupOptions(), {})
+        check_hosts_or_this_machine(None, (), LaunchOptions(**options), CheckupOptions(), {})
 
 
 @pytest.mark.usefixtures("workbench")
@@ -183,9 +185,9 @@ def test_data_workers_need_shared_memory(monkeypatch: pytest.MonkeyPatch) -> Non
     Path("r.yaml").write_text(to_yaml(recipe(data={**CUSTOM["data"], "workers": 3})))
 
     def of_data(answer: Callable[[], str]) -> Any:
-        monkeypatch.setattr(checkup_module, "answer_of", lambda request: answer())
+        monkeypatch.setattr(checkup_module, "run_task_for_answer", lambda request: answer())
         options = LaunchOptions(processes_per_node=2)
-        found = checkup(Path("r.yaml"), (), options, CheckupOptions(), {})
+        found = check_hosts_or_this_machine(Path("r.yaml"), (), options, CheckupOptions(), {})
         return {one.check: (one.verdict, one.what) for one in found}
 
     # 3 workers of each of 2 ranks read 2 batches ahead.

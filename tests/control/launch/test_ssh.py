@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from ortlaunch.launch.ssh import needs_no_ssh, ssh
+from ortlaunch.launch.ssh import needs_no_ssh, ssh_argv
 from ortlaunch.launch_plan import is_this_host
 
 OWN = socket.gethostname()
@@ -15,9 +15,9 @@ OWN = socket.gethostname()
 def test_command() -> None:
     """The command never prompts, and checks the connection only if requested."""
     plain = ["ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=8"]
-    assert ssh("me@b", ["ls", "a b"], 8) == [*plain, "me@b", "ls 'a b'"]
+    assert ssh_argv("me@b", ["ls", "a b"], 8) == [*plain, "me@b", "ls 'a b'"]
     checked = ["-o", "ServerAliveInterval=4", "-o", "ServerAliveCountMax=3"]
-    assert ssh("b", ["ls"], 8, 4) == [*plain, *checked, "b", "ls"]
+    assert ssh_argv("b", ["ls"], 8, 4) == [*plain, *checked, "b", "ls"]
 
 
 @pytest.mark.parametrize(

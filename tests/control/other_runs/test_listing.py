@@ -22,7 +22,7 @@ from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.resolve.prepare import prepare
 from ortlaunch.resolve.resolve import resolve
 from ortlaunch.run_folder.engine_report import EngineChoice
-from ortlaunch.run_folder.folder import RunDir, write_json, write_text
+from ortlaunch.run_folder.folder import RunDir, write_json_atomically, write_text_atomically
 from ortlaunch.search.folder import SweepDir
 from tests.makers import CUSTOM, OWN_MODULE, engine_report
 
@@ -41,11 +41,11 @@ def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Run, Run]:
         Path("recipe.yaml").write_text(yaml.safe_dump({**CUSTOM, "optimizer": optimizer}))
         run = RunDir(tmp_path / "runs" / name)
         prepare(resolve(Path("recipe.yaml"), (), LaunchOptions(), os.environ), run)
-        record = JobRecord.of_this_process("local", JobState.RUNNING)
-        record.at_end(state, int(name == "bad"), "the end", None).write(run)
+        record = JobRecord.for_this_process("local", JobState.RUNNING)
+        record.ended_record(state, int(name == "bad"), "the end", None).write(run)
         run.metrics.write_text(f'{{"step": 3, "loss": {loss}}}\n')
         # Rank 0 copies the modules.
-        write_text(run.modules / "mine.py", OWN_MODULE + more)
+        write_text_atomically(run.modules / "mine.py", OWN_MODULE + more)
         registry.add(run)
     return Run("bad"), Run("good")
 
@@ -114,7 +114,7 @@ def test_compare(two: tuple[Run, Run], tmp_path: Path) -> None:
         "loss: 0.333333 -> 0.666667",
         "learning_rate: 0.5 -> 0.500000001",
     ]
-    JobRecord.of_this_process("local", JobState.PENDING).write(RunDir(tmp_path / "queued"))
+    JobRecord.for_this_process("local", JobState.PENDING).write(RunDir(tmp_path / "queued"))
     with pytest.raises(InputError, match="queued: has not begun, so it has no record to compare"):
         bad.compare(Run(tmp_path / "queued"))
 
@@ -123,8 +123,8 @@ def test_a_fallback_is_named_after_the_end(two: tuple[Run, Run]) -> None:
     """Status, list, diagnose and compare say that another engine ran, and why, in one line."""
     bad, good = two
     choice = EngineChoice("ort", "eager", "no operator:\n" + "word " * 200)
-    write_json(RunDir(good.path).engine, engine_report("eager", engine=choice).to_json())
-    write_json(RunDir(bad.path).engine, engine_report("ort").to_json())
+    write_json_atomically(RunDir(good.path).engine, engine_report("eager", engine=choice).to_json())
+    write_json_atomically(RunDir(bad.path).engine, engine_report("ort").to_json())
     line = "asked for ort, fell back to eager: no operator: word"
     found = read_status(RunDir(good.path))
     assert str(found.fallback).startswith(line)
@@ -142,8 +142,8 @@ def started(folder: Path, task: str = "train") -> RunDir:
     run = RunDir(folder)
     resolved_run = resolve(Path("recipe.yaml"), (), LaunchOptions(task=task), os.environ)
     prepare(resolved_run, run)
-    record = JobRecord.of_this_process("local", JobState.RUNNING)
-    record.at_end(JobState.SUCCEEDED, 0, "the end", None).write(run)
+    record = JobRecord.for_this_process("local", JobState.RUNNING)
+    record.ended_record(JobState.SUCCEEDED, 0, "the end", None).write(run)
     registry.add(run)
     return run
 
@@ -194,8 +194,8 @@ def test_the_table_of_runs(two: tuple[Run, Run], tmp_path: Path) -> None:
     """A row has what a person compares; a failed run has its reason; no line is too long."""
     bad = RunDir(tmp_path / "runs" / "bad")
     failure = Failure(Cause.RAISED, "ValueError: " + "long " * 30, 0, "h", status=1)
-    record = JobRecord.of_this_process("local", JobState.RUNNING)
-    record.at_end(JobState.FAILED, 1, "the end", failure).write(bad)
+    record = JobRecord.for_this_process("local", JobState.RUNNING)
+    record.ended_record(JobState.FAILED, 1, "the end", failure).write(bad)
     metrics = '{"step": 3, "evaluation_loss": 0.25, "evaluation_classification_accuracy": 0.915}'
     good = RunDir(tmp_path / "runs" / "good")
     good.metrics.write_text(f'{{"step": 3, "loss": 0.5}}\n{metrics}\n')
@@ -209,7 +209,9 @@ def test_the_table_of_runs(two: tuple[Run, Run], tmp_path: Path) -> None:
     assert reason.endswith(" ...")
     assert max(map(len, lines)) <= 60
     measured = started(good.path / "evaluations" / "step_00000003", "evaluate")
-    write_json(measured.evaluation, {"step": 3, "loss": 0.2, "classification_accuracy": 0.5})
+    write_json_atomically(
+        measured.evaluation, {"step": 3, "loss": 0.2, "classification_accuracy": 0.5}
+    )
     line = runs_table(statuses(None), 90).splitlines()[1]
     # The name of its run is needed, and an evaluation has a metric.
     assert line.endswith(" good/step_00000003 (evaluate)")
@@ -221,14 +223,14 @@ def test_an_early_stop(two: tuple[Run, Run], tmp_path: Path) -> None:
     run = started(tmp_path / "runs" / "early")
     run.metrics.write_text('{"step": 2, "loss": 0.5}\n')
     best = {"metric": "f1_macro", "value": 0.5819, "step": 1}
-    write_json(run.summary, {"best": best})
+    write_json_atomically(run.summary, {"best": best})
     line = "best f1_macro 0.5819 after step 1"
     assert runs_table(statuses(None), 90).splitlines()[2] == f"    {line}"
-    write_json(run.summary, {"best": best, "stopped_early": best})
+    write_json_atomically(run.summary, {"best": best, "stopped_early": best})
     text = f"stopped early after step 2 of 3: {line}"
     assert f"\n{text}\n" in str(read_status(run))
     assert runs_table(statuses(None), 90).splitlines()[2] == f"    {text}"
     assert str(diagnose(run)).endswith(text)
     # No evaluation had a finite value.
-    write_json(run.summary, {"stopped_early": {**best, "value": None, "step": None}})
+    write_json_atomically(run.summary, {"stopped_early": {**best, "value": None, "step": None}})
     assert read_status(run).best_line == "stopped early after step 2 of 3"

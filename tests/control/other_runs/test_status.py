@@ -31,7 +31,7 @@ from ortlaunch.other_runs.cancel import cancel
 from ortlaunch.other_runs.status import read_status, wait
 from ortlaunch.process import Process
 from ortlaunch.run.job_file import JobFile
-from ortlaunch.run_folder.folder import RunDir, write_json, write_text
+from ortlaunch.run_folder.folder import RunDir, write_json_atomically, write_text_atomically
 from ortlaunch.run_folder.lock import RunLock
 from tests.makers import CUSTOM, host, plan, recipe
 
@@ -41,13 +41,13 @@ COMMAND = """
 import contextlib, os, pathlib, signal, sys, time
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.run.job_file import JobFile
-from ortlaunch.run_folder.lock import RunLock, share
+from ortlaunch.run_folder.lock import RunLock, hold_rank_share
 run, how = RunDir(sys.argv[1]), sys.argv[2]
 lock = RunLock()
 lock.acquire(run)
 stack = contextlib.ExitStack()
 if how != "measures":
-    stack.enter_context(JobFile(run, "torchrun")).starts()
+    stack.enter_context(JobFile(run, "torchrun")).record_start_of_ranks()
 if how == "deaf":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if os.fork() == 0:  # a launcher in a session of its own, as deaf
@@ -57,7 +57,7 @@ if how == "deaf":
 if how == "deaf rank":
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if os.fork() == 0:
-        share(run)
+        hold_rank_share(run)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 pathlib.Path(sys.argv[1], "here").write_text("")
 with stack:
@@ -69,8 +69,8 @@ with stack:
 def run(tmp_path: Path) -> RunDir:
     """A run folder in the state before its ranks start."""
     run = RunDir(tmp_path / "run")
-    write_text(run.plan, plan(recipe(), [host("a", 2)], "torchrun").to_json())
-    write_text(run.recipe, yaml.safe_dump({**CUSTOM, "train": {"max_steps": 9}}))
+    write_text_atomically(run.plan, plan(recipe(), [host("a", 2)], "torchrun").to_json())
+    write_text_atomically(run.recipe, yaml.safe_dump({**CUSTOM, "train": {"max_steps": 9}}))
     return run
 
 
@@ -79,7 +79,7 @@ def _little_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     # Else each test of a process that ignores SIGTERM would wait for the full grace.
     for module in (processes, cancelling):
         monkeypatch.setattr(module, "GRACE_SECONDS", 0.2)
-        monkeypatch.setattr(module, "_MORE_SECONDS", 0.2)
+        monkeypatch.setattr(module, "_EXTRA_GRACE_SECONDS", 0.2)
 
 
 @contextlib.contextmanager
@@ -109,15 +109,15 @@ def test_each_stage_of_a_command(run: RunDir) -> None:
             str(os.getpid()),
             "torchrun",
         )
-        file.starts()
+        file.record_start_of_ranks()
         # The last line is cut off, as while it is being written.
-        write_text(
+        write_text_atomically(
             run.metrics, '{"step": 2, "loss": 1.5, "tokens_per_second": 1000.0}\n{"step": 3, "lo'
         )
         found = read_status(run)
         assert (found.state, found.step, found.steps, found.ranks) == (JobState.RUNNING, 2, 9, 2)
         assert re.search(r"step 2 of 9, loss 1\.5000, 1,000 tokens/s, 0:\d\d ago", str(found))
-        file.end(7, "ortlaunch: rank 1 failed")
+        file.record_end(7, "ortlaunch: rank 1 failed")
     found = read_status(run)
     assert (found.state, found.job.exit_status, str(found).splitlines()[-1]) == (JobState.FAILED, 7,
                                                                                 "ortlaunch: rank 1 failed")  # fmt: skip
@@ -160,7 +160,7 @@ def test_a_signal_before_the_ranks(run: RunDir) -> None:
         )
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     # A cancelled run must not be started again, so it does not count as saved.
-    write_text(run.cancelled, "")
+    write_text_atomically(run.cancelled, "")
     with pytest.raises(SystemExit), JobFile(run, "mpi"):
         signal.raise_signal(signal.SIGTERM)
     assert read_status(run).state is JobState.CANCELLED
@@ -172,7 +172,9 @@ def test_between_two_starts(run: RunDir) -> None:
     signal.signal(signal.SIGUSR2, signal.SIG_DFL)
     with contextlib.suppress(SystemExit), JobFile(run, "mpi") as file:
         signal.raise_signal(signal.SIGUSR2)
-        file.failed([Attempt(1, 9.0, 1, Cause.RAISED, "rank 1 failed", "ValueError", 7, 4, 0)])
+        file.record_failed_attempts(
+            [Attempt(1, 9.0, 1, Cause.RAISED, "rank 1 failed", "ValueError", 7, 4, 0)]
+        )
         signal.raise_signal(signal.SIGTERM)
     assert (
         read_status(run).job.verdict
@@ -183,18 +185,20 @@ def test_between_two_starts(run: RunDir) -> None:
 def test_while_ranks_are_started(run: RunDir) -> None:
     """Signals during a start are kept for the ranks, and end the command after a failure."""
     with contextlib.suppress(SystemExit), JobFile(run, "mpi") as file:
-        kept = file.keep_signals()
+        kept = file.keep_signals_for_ranks()
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGTERM)
         assert kept == [signal.SIGINT, signal.SIGTERM]
         # One was handled by the ranks; the other is left for the command.
         kept.pop(0)
-        file.failed([Attempt(1, 9.0, 1, Cause.RAISED, "rank 1 failed", "ValueError", 7, 4, 0)])
+        file.record_failed_attempts(
+            [Attempt(1, 9.0, 1, Cause.RAISED, "rank 1 failed", "ValueError", 7, 4, 0)]
+        )
     assert read_status(run).state is JobState.PREEMPTED
     with JobFile(run, "mpi") as file:
-        file.keep_signals()
+        file.keep_signals_for_ranks()
         signal.raise_signal(signal.SIGTERM)
-        file.end(0, "done")
+        file.record_end(0, "done")
     assert read_status(run).state is JobState.SUCCEEDED
 
 
@@ -208,7 +212,7 @@ def test_a_full_disk_hides_no_verdict(
 
     with JobFile(run, "mpi") as file:
         monkeypatch.setattr(JobRecord, "write", full)
-        file.end(1, "ortlaunch: why")
+        file.record_end(1, "ortlaunch: why")
     assert (
         capsys.readouterr().err
         == f"ortlaunch: {run.job} has no record of the run's end: No space left on device\n"
@@ -230,7 +234,7 @@ def test_a_killed_command_has_failed(secondary: bool, status: int, run: RunDir) 
             "time": 1,
             "secondary": secondary,
         }
-        write_json(run.error(1), {**error, "rank": 1, "type": "ValueError"})
+        write_json_atomically(run.rank_error_path(1), {**error, "rank": 1, "type": "ValueError"})
         found = read_status(run)
         gone = f"ortlaunch: the command (process {process.pid} on host"
         assert (found.state, found.job.exit_status) == (JobState.FAILED, status)
@@ -244,7 +248,7 @@ def test_a_killed_command_whose_ranks_ended_well(run: RunDir) -> None:
     with command(run) as process:
         process.kill()
         process.wait()
-        write_json(run.summary, {})
+        write_json_atomically(run.summary, {})
         assert (read_status(run).state, read_status(run).job.exit_status) == (JobState.SUCCEEDED, 0)
         ended = {
             "exit_status": 7,
@@ -253,14 +257,14 @@ def test_a_killed_command_whose_ranks_ended_well(run: RunDir) -> None:
             "time": 1,
             "secondary": False,
         }
-        write_json(run.error(1), {**ended, "rank": 1, "type": "ValueError"})
+        write_json_atomically(run.rank_error_path(1), {**ended, "rank": 1, "type": "ValueError"})
         assert read_status(run).job.exit_status == 7
 
 
 def test_a_command_that_measures_is_pending(run: RunDir) -> None:
     """A command that measures makes the run pending, and its end leaves the earlier record."""
     with JobFile(run, "torchrun") as file:
-        file.end(0, "done")
+        file.record_end(0, "done")
     with command(run, "measures") as process:
         found = read_status(run)
         assert (found.state, found.job.id) == (JobState.PENDING, str(process.pid))
@@ -284,7 +288,7 @@ def test_cancel(
 ) -> None:
     """Cancelling sends SIGTERM, after the grace SIGKILL, and records the run as cancelled."""
     # A killed process with much memory, or on a busy machine, ends later.
-    monkeypatch.setattr(cancelling, "send", lambda *sent: Timer(0.6, os.kill, sent).start())
+    monkeypatch.setattr(cancelling, "send_signal", lambda *sent: Timer(0.6, os.kill, sent).start())
     if how == "plain":
         # It ends by itself, on a busy machine after more than the little grace.
         monkeypatch.setattr(cancelling, "GRACE_SECONDS", 20.0)
@@ -294,7 +298,9 @@ def test_cancel(
         found = read_status(run)
         assert (found.state, found.job.exit_status, found.alive) == (JobState.CANCELLED, status, ())
         launcher = run.path / "launcher"
-        assert not (launcher.exists() and Process.of(int(launcher.read_text())).lives())
+        assert not (
+            launcher.exists() and Process.identity_of_pid(int(launcher.read_text())).is_alive()
+        )
         # The plain command handles SIGTERM; the deaf one has to be killed; the one with a deaf rank
         # has the default action.
         expected = {
@@ -331,7 +337,7 @@ def test_who_waits_for_the_folder_is_none_of_its_run(run: RunDir) -> None:
 
 def test_another_host(run: RunDir) -> None:
     """A run on another host has its recorded state, and advice for commands on that host."""
-    record = JobRecord.of_this_process("torchrun", JobState.RUNNING)
+    record = JobRecord.for_this_process("torchrun", JobState.RUNNING)
     replace(record, host="far", space="far pid:[1]").write(run)
     there = (
         f"process {os.getpid()} on host far cannot be seen from here; use that host, or ssh: "
@@ -349,7 +355,7 @@ def test_another_host(run: RunDir) -> None:
 def test_stopping_from_another_host(kind: str, status: int, run: RunDir) -> None:
     """Stopping a run on another host reads the end from the ranks' records."""
     # No process writes the end of srun's ranks into job.json, so waiting for it would never end.
-    record = JobRecord.of_this_process("inside", JobState.RUNNING)
+    record = JobRecord.for_this_process("inside", JobState.RUNNING)
     replace(record, host="far", space="far pid:[1]").write(run)
     if kind:
         code = 85 if kind == "Stopped" else 1
@@ -360,9 +366,9 @@ def test_stopping_from_another_host(kind: str, status: int, run: RunDir) -> None
             "exit_status": code,
             "summary": "rank 0 has ended",
         }
-        write_json(run.error(0), end)
+        write_json_atomically(run.rank_error_path(0), end)
     else:
-        write_json(run.summary, {})
+        write_json_atomically(run.summary, {})
     said, code = requests.stop(run)
     assert (code, ("rank 0 has ended" if kind else "done: ") in said) == (status, True)
     with pytest.raises(LaunchError, match="ended before it saved"):
@@ -375,7 +381,7 @@ def test_stopping_from_another_host(kind: str, status: int, run: RunDir) -> None
 
 def test_a_launcher_of_the_users_own(run: RunDir) -> None:
     """A run under the user's own launcher is checked by its rank 0, and cannot be cancelled."""
-    record = JobRecord.of_this_process("inside", JobState.RUNNING)
+    record = JobRecord.for_this_process("inside", JobState.RUNNING)
     record.write(run)
     assert read_status(run).state is JobState.RUNNING
     with pytest.raises(InputError, match="its ranks were started by your own launcher"):
@@ -383,7 +389,7 @@ def test_a_launcher_of_the_users_own(run: RunDir) -> None:
     # Another start time: the process id belongs to a later process, so rank 0 is gone.
     replace(record, began="gone").write(run)
     assert read_status(run).state is JobState.FAILED
-    write_json(run.summary, {})
+    write_json_atomically(run.summary, {})
     assert (read_status(run).state, read_status(run).job.exit_status) == (JobState.SUCCEEDED, 0)
 
 
@@ -462,12 +468,12 @@ def test_the_latest_run_is_the_one_that_started_last(
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
     for place, name in enumerate(("first", "second")):
         started = RunDir(tmp_path / name)
-        write_json(started.job, {})
+        write_json_atomically(started.job, {})
         registry.add(started)
         for entry in (tmp_path / "cache" / "runs").iterdir():
             if entry.read_text() == str(started.path):
                 os.utime(entry, (place, place))
-    write_json(RunDir(tmp_path / "first").job, {"ended": "now"})
+    write_json_atomically(RunDir(tmp_path / "first").job, {"ended": "now"})
     assert [each.path.name for each in registry.runs()] == ["second", "first"]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from ortlaunch.errors import PlanError
 from ortlaunch.launch_plan import ProcessMemory
-from ortlaunch.machine import MemoryLimit, tightest_limit
+from ortlaunch.machine import MemoryLimit, smallest_memory_limit
 from ortlaunch.planning import capacity
 from ortlaunch.planning.capacity import crowded
 from ortlaunch.planning.describe import describe
@@ -16,7 +16,7 @@ from ortlaunch.planning.make_plan import make_plan
 from ortlaunch.planning.workload import workload
 from ortlaunch.planning.world import World
 from ortlaunch.recipe import Recipe
-from ortlaunch.units import human
+from ortlaunch.units import human_bytes
 from tests.makers import bert, host, recipe, world_of
 
 GiB = 1 << 30
@@ -27,9 +27,11 @@ PROCESS = ProcessMemory(200 << 20, 100 << 20)
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulate two cores, and a control group of 16 GiB."""
-    monkeypatch.setattr(capacity, "cores", lambda: 2)
+    monkeypatch.setattr(capacity, "usable_core_count", lambda: 2)
     monkeypatch.setattr(
-        capacity, "tightest_limit", lambda: MemoryLimit("control group /job", 16 * GiB, 1 * GiB)
+        capacity,
+        "smallest_memory_limit",
+        lambda: MemoryLimit("control group /job", 16 * GiB, 1 * GiB),
     )
 
 
@@ -119,14 +121,14 @@ def test_the_hosts_memory_of_ranks_on_gpus(monkeypatch: pytest.MonkeyPatch) -> N
         ):
             list(crowded(world, work, planned_only=False))
         page = describe(planned, made)
-        assert f"{human(planned.memory.host.built)} to build the model" in page
+        assert f"{human_bytes(planned.memory.host.built)} to build the model" in page
         # A page for terminals of 100 columns.
         assert max(map(len, page.splitlines())) <= 100
 
 
 def test_the_nearest_limit() -> None:
     """The tightest limit is this machine's memory, or that of a control group."""
-    where, most, _ = tightest_limit()
+    where, most, _ = smallest_memory_limit()
     assert where
     # No test machine has less.
     assert GiB // 4 < most <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -15,7 +15,7 @@ from ortlaunch.planning.describe import describe
 from ortlaunch.planning.hosts import Host
 from ortlaunch.rank import Rank
 from ortlaunch.recipe.rules.rules import broken
-from ortlaunch.units import human
+from ortlaunch.units import human_bytes
 from tests.makers import bert, host, plan, recipe
 
 # Hosts with different numbers of slots; the second one uses device 3.
@@ -347,4 +347,4 @@ def test_describe_a_model_that_is_not_known() -> None:
 )  # fmt: skip
 def test_bytes_for_a_person(size: int, text: str) -> None:
     """Bytes are shown in the unit that fits."""
-    assert human(size) == text
+    assert human_bytes(size) == text

@@ -46,4 +46,4 @@ def test_a_damaged_file_is_no_measurement(tmp_path: Path, text: str) -> None:
 
 def test_ranks_of_a_host_share_library_files() -> None:
     """Private bytes count for each rank, those of files once."""
-    assert (MEASURED.total >> 20, MEASURED.of_ranks(3) >> 20) == (900, 1900)
+    assert (MEASURED.total >> 20, MEASURED.bytes_of_ranks(3) >> 20) == (900, 1900)

@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from ortlaunch.errors import FileError
-from ortlaunch.file_errors import explained, of_ours
-from ortlaunch.run_folder.folder import write_text
+from ortlaunch.file_errors import explain_errors_of_own_files, explain_os_error
+from ortlaunch.run_folder.folder import write_text_atomically
 from tests.makers import CUSTOM, OWN_MODULE
 
 # This environment's command; PATH may have another one.
@@ -137,7 +137,7 @@ def test_what_is_said(
     The status is 1 where the machine is at fault, and 2 where the input is.
     """
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path))
-    found = explained(
+    found = explain_os_error(
         OSError(number, os.strerror(number), path and path.replace("CACHE", str(tmp_path)))
     )
     assert found is not None
@@ -148,22 +148,22 @@ def test_what_is_said(
 def test_a_packages_file_cannot_be_elsewhere() -> None:
     """No option is offered for the file of an installed package."""
     path = str(Path(site.getsitepackages()[0], "torch", "x.so"))
-    found = explained(OSError(errno.EIO, "Input/output error", path))
+    found = explain_os_error(OSError(errno.EIO, "Input/output error", path))
     assert str(found) == f"{path}: Input/output error; the disk or its server has a fault"
 
 
 def test_a_failed_write_names_the_file_itself(tmp_path: Path) -> None:
     """A failed write names the target file, not the temporary file that is written first."""
     with pytest.raises(IsADirectoryError) as raised:
-        write_text(tmp_path, "")
+        write_text_atomically(tmp_path, "")
     assert raised.value.filename == str(tmp_path)
 
 
 def test_an_error_that_is_not_understood_keeps_its_trace(tmp_path: Path) -> None:
     """An OSError with no known cause, or about a user's own file in a rank, keeps its traceback."""
-    assert explained(OSError("odd")) is None
+    assert explain_os_error(OSError("odd")) is None
     for path in (tmp_path / "theirs", None):
-        with pytest.raises(PermissionError), of_ours(tmp_path / "run"):
+        with pytest.raises(PermissionError), explain_errors_of_own_files(tmp_path / "run"):
             raise PermissionError(errno.EACCES, "Permission denied", path and str(path))
 
 
@@ -172,7 +172,7 @@ def test_a_rank_explains_errors_of_its_cache_and_run_folder(tmp_path: Path) -> N
     (tmp_path / "file").touch()
     with (
         pytest.raises(FileError, match=r"file/x: Not a directory; a part of it is a file"),
-        of_ours(tmp_path),
+        explain_errors_of_own_files(tmp_path),
     ):
         (tmp_path / "file" / "x").mkdir(parents=True)
 
@@ -188,7 +188,8 @@ def test_what_is_closed_is_open_for_what_is_started(tmp_path: Path) -> None:
         "file=sys.stderr)"
     )
     start = f"subprocess.run({[sys.executable, '-c', look]})"
-    code = f"import subprocess\nfrom ortlaunch.output import guarded\nwith guarded(): {start}"
+    code = "import subprocess\nfrom ortlaunch.output import guard_standard_output\n"
+    code += f"with guard_standard_output(): {start}"
     typed = f"{sys.executable} -c {shlex.quote(code)} <&- >&-"
     ended = subprocess.run(
         ["bash", "-c", typed], capture_output=True, text=True, timeout=60, check=True
@@ -199,5 +200,5 @@ def test_what_is_closed_is_open_for_what_is_started(tmp_path: Path) -> None:
 def test_a_disk_without_file_locks_is_named(tmp_path: Path) -> None:
     """A disk without file locks is named, although the error of the lock has no file name."""
     said = r"^No locks available; a disk has no file locks \(flock\), which run folder"
-    with pytest.raises(FileError, match=said), of_ours(tmp_path):
+    with pytest.raises(FileError, match=said), explain_errors_of_own_files(tmp_path):
         raise OSError(errno.ENOLCK, "No locks available")

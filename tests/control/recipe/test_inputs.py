@@ -28,7 +28,7 @@ from ortlaunch.recipe.inputs import (
     wrong_contents,
 )
 from ortlaunch.resolve.resolve import ResolvedRun, resolve
-from ortlaunch.user_modules import broken_factories
+from ortlaunch.user_modules import unloadable_factories
 from tests.control.typed import Run
 from tests.makers import CUSTOM, OWN_MODULE, WORDS, bert, recipe
 
@@ -54,7 +54,7 @@ def says(factory: str) -> list[str]:
     made = recipe(model={"task": "custom", "factory": factory})
     return [
         text.replace(str(Path.cwd()), "HERE")
-        for paths, text in broken_factories(made, Path("beside"))
+        for paths, text in unloadable_factories(made, Path("beside"))
     ]
 
 

@@ -14,7 +14,7 @@ import yaml
 
 from ortlaunch import doctor, start
 from ortlaunch.errors import LaunchError, MissingDependency, PlanError, RecipeError
-from ortlaunch.launch import JobState, Request
+from ortlaunch.launch import JobState, LaunchRequest
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.launch_plan import Plan
 from ortlaunch.ortmodule.build import extensions
@@ -32,8 +32,12 @@ from ortlaunch.resolve.resolve import ResolvedRun, resolve
 from ortlaunch.resolve.resume import AUTOMATIC, Beginning, Chosen
 from ortlaunch.run import control, inside
 from ortlaunch.run.job_file import JobFile
-from ortlaunch.run.preparation import check, claimed, run_folder
-from ortlaunch.run_folder.folder import RunDir, write_json, write_text
+from ortlaunch.run.preparation import (
+    check_run_can_start,
+    claim_run_folder,
+    new_or_requested_run_folder,
+)
+from ortlaunch.run_folder.folder import RunDir, write_json_atomically, write_text_atomically
 from ortlaunch.run_folder.lock import RunLock
 from tests.makers import CUSTOM, OWN_MODULE, host, world_of
 from tests.makers import recipe as made_recipe
@@ -98,8 +102,10 @@ def test_device_rules_are_checked_against_this_machine() -> None:
 )
 def test_folder_of_ranks_on_several_hosts(environ: dict[str, str], folder: str) -> None:
     """The launcher's name of the launch becomes the folder's name, the same on every rank."""
-    assert str(run_folder(None, resolved(environ=environ), environ)) == folder
-    assert str(run_folder(Path("mine"), resolved(environ=environ), environ)) == "mine"
+    assert str(new_or_requested_run_folder(None, resolved(environ=environ), environ)) == folder
+    assert (
+        str(new_or_requested_run_folder(Path("mine"), resolved(environ=environ), environ)) == "mine"
+    )
 
 
 @pytest.mark.parametrize("environ", [{**TORCH, "TORCHELASTIC_RUN_ID": "none"}, MPI])
@@ -107,21 +113,25 @@ def test_ranks_without_a_common_name(environ: dict[str, str]) -> None:
     """Without a common name the ranks need --run-dir."""
     # "none" is torchrun's default name, which all its launches share.
     with pytest.raises(PlanError) as caught:
-        run_folder(None, resolved(environ=environ), environ)
+        new_or_requested_run_folder(None, resolved(environ=environ), environ)
     message = (
         "the launcher gives the ranks no common name for the run folder; add --run-dir, the "
         "same for all ranks"
     )
     assert str(caught.value) == message
-    assert str(run_folder(Path("mine"), resolved(environ=environ), environ)) == "mine"
+    assert (
+        str(new_or_requested_run_folder(Path("mine"), resolved(environ=environ), environ)) == "mine"
+    )
 
 
 def test_folder_of_ranks_on_this_host() -> None:
     """Ranks on one host get a folder by their parent process, which no other launch has."""
     environ = {**TORCH, "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
-    folder = str(run_folder(None, resolved(environ=environ), environ))
+    folder = str(new_or_requested_run_folder(None, resolved(environ=environ), environ))
     assert folder == str(
-        run_folder(None, resolved(environ={**environ, "RANK": "0", "LOCAL_RANK": "0"}), environ)
+        new_or_requested_run_folder(
+            None, resolved(environ={**environ, "RANK": "0", "LOCAL_RANK": "0"}), environ
+        )
     )
     assert folder.startswith(f"runs/made-{os.getppid()}-")
 
@@ -129,18 +139,18 @@ def test_folder_of_ranks_on_this_host() -> None:
 def test_folder_of_a_new_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """A new folder has the run's name and the time, and is never shared by two runs."""
     monkeypatch.setattr(time, "strftime", lambda form: "20260102-030405")
-    run = run_folder(None, resolved(), {})
+    run = new_or_requested_run_folder(None, resolved(), {})
     assert str(run) == "runs/made-20260102-030405"
-    assert [str(claimed(run)) for _ in range(3)] == [f"{run}", f"{run}-2", f"{run}-3"]
+    assert [str(claim_run_folder(run)) for _ in range(3)] == [f"{run}", f"{run}-2", f"{run}-3"]
 
 
 def older(folder: str, steps: int | None = None, **sections: Any) -> RunDir:
     """Write the folder of an earlier run, with a checkpoint after some steps."""
     run = RunDir(folder)
-    JobRecord.of_this_process("local", JobState.FAILED).write(run)
-    write_text(run.recipe, to_yaml(resolved(**sections).file.recipe))
+    JobRecord.for_this_process("local", JobState.FAILED).write(run)
+    write_text_atomically(run.recipe, to_yaml(resolved(**sections).file.recipe))
     if steps:
-        write_text(run.checkpoint(steps) / "COMPLETE", "")
+        write_text_atomically(run.checkpoint_folder(steps) / "COMPLETE", "")
     return run
 
 
@@ -151,7 +161,7 @@ def test_a_run_folder_without_control_characters() -> None:
         PlanError,
         match=r"^--run-dir: '.*/a\\ntouch P' has the control character '\\n'; give a path",
     ):
-        run_folder(Path("a\ntouch P"), resolved(), {})
+        new_or_requested_run_folder(Path("a\ntouch P"), resolved(), {})
 
 
 def test_a_file_is_no_run_folder() -> None:
@@ -160,26 +170,26 @@ def test_a_file_is_no_run_folder() -> None:
     with pytest.raises(
         PlanError, match=r"^--run-dir mine: is a file, not a folder; give a folder$"
     ):
-        control.train(resolved(), Path("mine"))
+        control.run_training_command(resolved(), Path("mine"))
 
 
 def test_a_folder_of_something_else() -> None:
     """A folder with other files as --run-dir is refused, and nothing is written there."""
-    write_text(Path("mine/thesis.tex"), "")
+    write_text_atomically(Path("mine/thesis.tex"), "")
     with pytest.raises(
         PlanError, match=r"^--run-dir mine: is neither empty nor a run folder; give a new one$"
     ):
-        control.train(resolved(), Path("mine"))
+        control.run_training_command(resolved(), Path("mine"))
     assert [path.name for path in Path("mine").iterdir()] == ["thesis.tex"]
 
 
 def test_the_folder_of_a_persons_recipe() -> None:
     """A recipe without records of a run is a person's: it is not replaced by the resolved one."""
-    write_text(Path("mine/recipe.yaml"), yaml.safe_dump(CUSTOM))
+    write_text_atomically(Path("mine/recipe.yaml"), yaml.safe_dump(CUSTOM))
     for path, text in (("job.json", '{"tasks": []}'), ("plan.json", "{}")):
-        write_text(Path("mine", path), text)
+        write_text_atomically(Path("mine", path), text)
     with pytest.raises(PlanError, match=r"^--run-dir mine: is neither empty nor a run folder"):
-        control.train(resolved(), Path("mine"))
+        control.run_training_command(resolved(), Path("mine"))
     assert Path("mine/recipe.yaml").read_text() == yaml.safe_dump(CUSTOM)
 
 
@@ -193,8 +203,8 @@ def test_a_persons_file_in_a_run_folder(record: str) -> None:
     if record != "checkpoint":
         shutil.rmtree(run.checkpoints)
     if record == "submitted":
-        write_text(run.submitted, "")
-    write_text(Path("mine/notes.txt"), "")
+        write_text_atomically(run.submitted, "")
+    write_text_atomically(Path("mine/notes.txt"), "")
     assert check_folder(run, None, resolved()) == []
 
 
@@ -204,7 +214,7 @@ def test_a_folder_of_a_run_that_never_began() -> None:
     with RunLock() as lock:
         lock.acquire(run)
         with JobFile(run, "local") as file:
-            file.end(143, "ortlaunch: stopped by SIGTERM", stopped=True)
+            file.record_end(143, "ortlaunch: stopped by SIGTERM", stopped_on_request=True)
     assert sorted(path.name for path in run.path.iterdir()) == ["job.json", "lock"]
     assert check_folder(run, None, resolved()) == []
 
@@ -218,7 +228,7 @@ def test_a_folder_of_a_command_that_was_killed_while_it_wrote() -> None:
         run.path / ".recipe.yaml.4321-0123abcd",
         run.path / ".engine.json.77-0123abcd",
     ):
-        write_text(path, "{}")
+        write_text_atomically(path, "{}")
     # Created before the run, as a user does for a link to another disk.
     run.checkpoints.mkdir()
     made = resolved()
@@ -236,7 +246,7 @@ def test_a_command_that_began_a_moment_ago_is_named() -> None:
         with pytest.raises(
             PlanError, match=f"^--run-dir mine: process {os.getpid()} on host .* trains there; wait"
         ):
-            control.train(resolved(), Path("mine"))
+            control.run_training_command(resolved(), Path("mine"))
 
 
 def test_a_link_to_nowhere_is_no_run_folder() -> None:
@@ -247,7 +257,7 @@ def test_a_link_to_nowhere_is_no_run_folder() -> None:
         PlanError,
         match=r"^--run-dir mine: links to gone/disk, which does not exist; create that fold",
     ):
-        control.train(resolved(), Path("mine"))
+        control.run_training_command(resolved(), Path("mine"))
 
 
 def test_a_damaged_recipe_beside_a_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
@@ -257,7 +267,7 @@ def test_a_damaged_recipe_beside_a_checkpoint(capsys: pytest.CaptureFixture[str]
     run.recipe.write_text("\x01" + run.recipe.read_text()[1:])
     with pytest.raises(RecipeError):
         earlier(run, made)
-    write_json(run.checkpoint(2) / "training.json", {"format": 1})
+    write_json_atomically(run.checkpoint_folder(2) / "training.json", {"format": 1})
     assert earlier(run, made) == made.file.recipe
     assert (
         "mine/recipe.yaml is replaced by the recipe given: mine/checkpoints/step"
@@ -268,9 +278,9 @@ def test_a_damaged_recipe_beside_a_checkpoint(capsys: pytest.CaptureFixture[str]
 def test_an_edited_recipe_in_a_run_folder() -> None:
     """An invalid recipe in the run folder is refused with file, line and column."""
     run = older("mine")
-    write_text(run.recipe, run.recipe.read_text().replace("name: made", "nam: made"))
+    write_text_atomically(run.recipe, run.recipe.read_text().replace("name: made", "nam: made"))
     with pytest.raises(RecipeError) as caught:
-        control.train(resolved(), Path("mine"))
+        control.run_training_command(resolved(), Path("mine"))
     assert caught.value.problems[0].startswith(
         "mine/recipe.yaml:1:1: nam: unknown key; did you mean name?"
     )
@@ -288,7 +298,7 @@ def test_checkpoints_of_another_training() -> None:
     """Changes that make a resumed run a different training are refused and listed."""
     older("mine", steps=2)
     with pytest.raises(PlanError) as caught:
-        control.train(resolved(**CHANGED, seed=7), Path("mine"))
+        control.run_training_command(resolved(**CHANGED, seed=7), Path("mine"))
     assert str(caught.value) == (
         "mine/checkpoints/step_00000002 belongs to a different training:\n  seed: 42 -> 7: "
         "refused without --allow data (it determines order, masking and dropout)\nUse the "
@@ -323,7 +333,7 @@ def test_a_folder_is_continued(
     """A run folder of this recipe is continued, and every change is listed."""
     run = older("mine", steps)
     made = resolved(**sections)
-    assert list(check(made, run, AUTOMATIC)[1].lines) == lines
+    assert list(check_run_can_start(made, run, AUTOMATIC)[1].lines) == lines
 
 
 def test_a_comparison_in_the_folder_of_a_training() -> None:
@@ -343,13 +353,13 @@ def test_preparing_puts_old_errors_aside(capsys: pytest.CaptureFixture[str]) -> 
     """A continued run moves the errors of the earlier start away."""
     # Else its own end would be explained by them.
     run = older("mine")
-    write_text(run.error(3), "{}")
+    write_text_atomically(run.rank_error_path(3), "{}")
     run.failure_printed.touch()
     run.store.touch()
     prepare(resolved(zero={"stage": 1}), run, begun=Beginning(Chosen(None), AUTOMATIC))
     assert not run.errors.exists()
     assert not run.store.exists()
-    assert (run.attempt(1) / "errors" / run.error(3).name).exists()
+    assert (run.attempt_folder(1) / "errors" / run.rank_error_path(3).name).exists()
     assert json.loads(run.deepspeed.read_text())["zero_optimization"] == {"stage": 1}
     assert json.loads(run.environment.read_text())["packages"]["pydantic"]
     assert capsys.readouterr().out.splitlines()[-1] == "run folder: mine"
@@ -359,7 +369,7 @@ def test_missing_means_write_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run without a required package ends before its folder is created."""
     monkeypatch.setattr(doctor, "_installed", lambda package: False)
     with pytest.raises(MissingDependency):
-        control.train(resolved(zero={"stage": 1}), None)
+        control.run_training_command(resolved(zero={"stage": 1}), None)
     # There is no folder `runs`.
     assert {path.name for path in Path().iterdir()} == {"mine.py", "recipe.yaml"}
 
@@ -455,7 +465,7 @@ def test_a_rank_waits_for_rank_0_in_vain(monkeypatch: pytest.MonkeyPatch) -> Non
     environ = {**TORCH, "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
     monkeypatch.setattr(inside, "_JOIN_SECONDS", 0.1)
     with pytest.raises(LaunchError) as caught:
-        control.train(resolved(environ=environ), Path("mine"))
+        control.run_training_command(resolved(environ=environ), Path("mine"))
     assert (
         str(caught.value)
         == "rank 0 did not prepare mine within 0.1 s; is it on a disk that all hosts share?"
@@ -477,7 +487,7 @@ def test_ranks_become_the_worker(environ: dict[str, str], monkeypatch: pytest.Mo
         one = {**environ, "RANK": rank, "LOCAL_RANK": rank}
         made = resolved(environ=one, launch=launch)
         assert made.world.inside == Rank(int(rank), 4, int(rank), 2)
-        control.train(made, Path("mine"))
+        control.run_training_command(made, Path("mine"))
         assert sent[-1] == (made.plan.argv[0], (*made.plan.argv, "mine"), "x")
     assert json.loads(Path("mine/plan.json").read_text())["world_size"] == 4
 
@@ -487,16 +497,16 @@ def test_a_mark_of_an_earlier_launch_is_taken_away(monkeypatch: pytest.MonkeyPat
     # Else other ranks would start with the files of that launch.
     environ = {**TORCH, "RANK": "0", "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "none"}
     made = resolved(environ=environ)
-    write_text(RunDir("mine").ready / "launch", "")
+    write_text_atomically(RunDir("mine").ready / "launch", "")
     seen = []
 
-    def prepare(*_: object) -> Request:
+    def prepare(*_: object) -> LaunchRequest:
         seen.append((RunDir("mine").ready / "launch").exists())
-        return Request(("worker",))
+        return LaunchRequest(("worker",))
 
     monkeypatch.setattr(inside, "prepare", prepare)
     monkeypatch.setattr(os, "execve", lambda *_: None)
-    control.train(made, Path("mine"))
+    control.run_training_command(made, Path("mine"))
     assert seen == [False]
 
 
@@ -527,13 +537,13 @@ def test_starts_in_one_second_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> No
         started.append(str(run))
         raise Started
 
-    monkeypatch.setattr(control.choices, "with_found_size", start)
+    monkeypatch.setattr(control.choices, "search_and_apply_micro_size", start)
     # The other start trains there.
     other = older("runs/made-20260102-030405")
-    write_text(other.output, "")
+    write_text_atomically(other.output, "")
     with RunLock() as lock:
         lock.acquire(other)
         for _ in range(2):
             with pytest.raises(Started):
-                control.train(resolved(), None)
+                control.run_training_command(resolved(), None)
     assert started == [f"{other}-2", f"{other}-3"]

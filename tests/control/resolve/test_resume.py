@@ -19,7 +19,12 @@ from ortlaunch.resolve.resolve import ResolvedRun, resolve
 from ortlaunch.resolve.resume import ResumeOptions
 from ortlaunch.run import preview
 from ortlaunch.run_folder import origin
-from ortlaunch.run_folder.folder import RunDir, read_json, write_json, write_text
+from ortlaunch.run_folder.folder import (
+    RunDir,
+    read_own_json,
+    write_json_atomically,
+    write_text_atomically,
+)
 from tests.makers import CUSTOM
 
 pytestmark = pytest.mark.usefixtures("workbench")
@@ -51,12 +56,12 @@ def save(run: RunDir, step: int, made: ResolvedRun | None = None, **changed: Any
     Args:
         changed: parts of its origin that differ from this training.
     """
-    folder = run.checkpoint(step)
+    folder = run.checkpoint_folder(step)
     told = {**resume.today(made or resolved()), **changed}
     told["data"] = {"samples": 64, "fingerprint": "aa"}
-    write_json(folder / origin.ORIGIN, told)
-    write_json(folder / "manifest.json", {"step": step, "files": {}})
-    write_text(folder / "COMPLETE", "")
+    write_json_atomically(folder / origin.ORIGIN, told)
+    write_json_atomically(folder / "manifest.json", {"step": step, "files": {}})
+    write_text_atomically(folder / "COMPLETE", "")
     return folder
 
 
@@ -200,9 +205,9 @@ def test_adamw_by_another_code_is_the_same_kind() -> None:
 def test_a_field_that_came_later_has_not_changed() -> None:
     """A field that a checkpoint's version did not have counts as its default."""
     folder = save(RUN, 2)
-    made = read_json(folder / origin.ORIGIN)
+    made = read_own_json(folder / origin.ORIGIN)
     del made["recipe"]["checkpoint"]["keep_every"], made["recipe"]["engine"]["torch_matmul"]
-    write_json(folder / origin.ORIGIN, made)
+    write_json_atomically(folder / origin.ORIGIN, made)
     assert says()[1:] == ["  no settings have changed since"]
 
 
@@ -255,7 +260,7 @@ def test_a_damaged_record_of_the_last_start(
     damage: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A run with a checkpoint goes on without the record; another one names the remedy."""
-    write_text(RUN.resume, damage)
+    write_text_atomically(RUN.resume, damage)
     with pytest.raises(
         DamagedFile, match=r"^mine/resume\.json: is damaged: .*; delete it, and give --resume again"
     ):
@@ -288,7 +293,7 @@ def test_a_step_of_this_run() -> None:
     """A given step becomes the newest checkpoint; the error for an absent one lists the others."""
     for step in (2, 4, 6):
         save(RUN, step)
-    RUN.partial(8).mkdir()
+    RUN.partial_checkpoint_folder(8).mkdir()
     RUN.summary.write_text("{}")
     written = applied("4")
     # With the summary, a start that is cut off before its export would count as finished.
@@ -301,7 +306,7 @@ def test_a_step_of_this_run() -> None:
         match=r"^--resume 6: no complete checkpoint of step 6; .* has steps 2, 4$",
     ):
         says(ResumeOptions("6"))
-    own = str(RUN.checkpoint(2))
+    own = str(RUN.checkpoint_folder(2))
     with pytest.raises(
         InputError, match=r"00002: belongs to this run folder itself; give its step: --resume 2$"
     ):
@@ -380,12 +385,12 @@ def test_values_are_printed_as_a_recipe_has_them(before: Any, after: Any, expect
 def test_a_dry_run_shows_what_has_changed() -> None:
     """A dry run prints the changes since the checkpoint, and refuses those that `train` refuses."""
     save(RUN, 7)
-    write_text(RUN.recipe, yaml.safe_dump(CUSTOM))
-    lines, _ = preview.before_start(resolved(train={"max_steps": 9}), RUN, ResumeOptions())
+    write_text_atomically(RUN.recipe, yaml.safe_dump(CUSTOM))
+    lines, _ = preview.preview_start(resolved(train={"max_steps": 9}), RUN, ResumeOptions())
     assert "continuing after step 7" in lines[1]
     assert any("train.max_steps" in line for line in lines)
     with pytest.raises(PlanError, match="seed: 42 -> 7: refused without --allow data"):
-        preview.before_start(resolved(seed=7), RUN, ResumeOptions())
+        preview.preview_start(resolved(seed=7), RUN, ResumeOptions())
 
 
 def test_the_folder_of_a_command_is_no_change(monkeypatch: pytest.MonkeyPatch) -> None:

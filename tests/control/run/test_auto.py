@@ -20,10 +20,15 @@ from ortlaunch.recipe.fields.engine import Engine
 from ortlaunch.resolve.prepare import write_run
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.run import control
-from ortlaunch.run.choices import with_measured_engine, with_recorded_choices
-from ortlaunch.run.preview import preview
+from ortlaunch.run.choices import apply_recorded_choices, measure_and_apply_engine
+from ortlaunch.run.preview import choose_engine_without_measuring
 from ortlaunch.run_folder.engine_report import Choice, MeasuredEngine
-from ortlaunch.run_folder.folder import RunDir, read_json, write_json, write_text
+from ortlaunch.run_folder.folder import (
+    RunDir,
+    read_own_json,
+    write_json_atomically,
+    write_text_atomically,
+)
 from tests.control.benches import player, resolved, rows
 from tests.makers import OWN_MODULE
 
@@ -114,11 +119,11 @@ def test_a_remembered_choice_is_taken() -> None:
     """A stored choice is used without measuring, with a note, and copied to the run folder."""
     base = resolved()
     remembered_choice(base)
-    found = with_recorded_choices(base, RunDir("run"))
+    found = apply_recorded_choices(base, RunDir("run"))
     assert found.file.recipe.engine == Engine(name="inductor")
     assert found.notes[-1] == "engine auto: inductor: measured 2 x eager (cached)"
     write_run(RunDir("run"), found.file.recipe, found.plan, found.choice)
-    assert read_json(RunDir("run").choice)["chosen"] == "inductor"
+    assert read_own_json(RunDir("run").choice)["chosen"] == "inductor"
     assert auto.preview(base).file.recipe.engine.name == "inductor"
 
 
@@ -150,7 +155,7 @@ def test_what_trains_is_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> No
         return {"variants": measured, "rounds": 3, "steps": 3}
 
     monkeypatch.setattr(auto, "measure", measure)
-    found = with_measured_engine(base)
+    found = measure_and_apply_engine(base)
     run = RunDir("run")
     write_run(run, found.file.recipe, found.plan, found.choice)
     trained = load(run.recipe).recipe
@@ -171,7 +176,7 @@ def test_a_stop_while_it_is_measured(
 
     monkeypatch.setattr(auto, "measure", measure)
     with pytest.raises(BenchStopped) as caught:
-        with_measured_engine(resolved())
+        measure_and_apply_engine(resolved())
     assert caught.value.exit_status == status
 
 
@@ -180,23 +185,23 @@ def test_a_run_keeps_its_engine() -> None:
     base = resolved()
     run = RunDir("run")
     remembered_choice(base, "inductor")
-    write_json(run.choice, {**THEN, "key": auto.digest(base)})
+    write_json_atomically(run.choice, {**THEN, "key": auto.digest(base)})
     assert (
-        with_recorded_choices(base, run).notes[-1]
+        apply_recorded_choices(base, run).notes[-1]
         == "engine auto: eager: then (at the start of this run)"
     )
     # The key of another recipe: without checkpoints, the stored choice of today is used.
-    write_json(run.choice, {**THEN, "key": "of another model"})
-    assert with_recorded_choices(base, run).file.recipe.engine.name == "inductor"
+    write_json_atomically(run.choice, {**THEN, "key": "of another model"})
+    assert apply_recorded_choices(base, run).file.recipe.engine.name == "inductor"
     # With checkpoints, a change of the engine would change the training.
-    write_text(run.checkpoint(5) / "COMPLETE", "")
-    assert with_recorded_choices(base, run).file.recipe.engine.name == "eager"
+    write_text_atomically(run.checkpoint_folder(5) / "COMPLETE", "")
+    assert apply_recorded_choices(base, run).file.recipe.engine.name == "eager"
 
 
 def test_a_run_that_names_its_engine_forgets_the_choice() -> None:
     """A recipe with a fixed engine removes the choice from the run folder."""
     run = RunDir("run")
-    write_json(run.choice, {"chosen": "ort"})
+    write_json_atomically(run.choice, {"chosen": "ort"})
     made = resolved(engine={"name": "eager"})
     write_run(run, made.file.recipe, made.plan, made.choice)
     assert not run.choice.exists()
@@ -205,24 +210,24 @@ def test_a_run_that_names_its_engine_forgets_the_choice() -> None:
 def test_a_run_of_few_steps_measures_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     """48 steps of a measurement are at most 5 % of 960 steps; a shorter run takes the default."""
     short = resolved(train={"max_steps": 959})
-    found = with_recorded_choices(short, RunDir("run"))
+    found = apply_recorded_choices(short, RunDir("run"))
     # No measurement has shown that ort can run the model.
     assert found.file.recipe.engine == Engine(name="ort", allow_fallback=True)
     why = (
         "engine auto: ort: not measured: 48 steps of a measurement are more than 5% of 959; "
         "`ortlaunch bench recipe.yaml` measures for all later runs"
     )
-    assert found.notes[-1] == preview(short).notes[-1] == why
+    assert found.notes[-1] == choose_engine_without_measuring(short).notes[-1] == why
     write_run(RunDir("run"), found.file.recipe, found.plan, found.choice)
-    assert read_json(RunDir("run").choice)["why"] in why
+    assert read_own_json(RunDir("run").choice)["why"] in why
     # The same without ONNX Runtime; a rank of a launcher needs no measurement either.
     narrow = resolved(TORCH, precision="bf16", train={"max_steps": 959})
-    assert with_recorded_choices(narrow, RunDir("two")).file.recipe.engine.name == "eager"
+    assert apply_recorded_choices(narrow, RunDir("two")).file.recipe.engine.name == "eager"
     # Later runs that are longer do not get this choice, and a measured one comes first.
     enough = resolved(train={"max_steps": 960})
-    assert with_recorded_choices(enough, RunDir("three")).file.recipe.engine.name == "auto"
+    assert apply_recorded_choices(enough, RunDir("three")).file.recipe.engine.name == "auto"
     remembered_choice(enough)
-    assert with_recorded_choices(short, RunDir("four")).file.recipe.engine.name == "inductor"
+    assert apply_recorded_choices(short, RunDir("four")).file.recipe.engine.name == "inductor"
     assert capsys.readouterr().out == ""
 
 
@@ -243,7 +248,7 @@ def test_a_predicted_run_is_weighed(
         return {"variants": made}
 
     monkeypatch.setattr(auto, "measure", measure)
-    found = with_measured_engine(base)
+    found = measure_and_apply_engine(base)
     assert found.file.recipe.engine.name == chosen
     is_measured = chosen == "inductor"
     assert (auto.remembered(base) is not None) is is_measured
@@ -261,30 +266,30 @@ def test_a_rank_cannot_measure() -> None:
     with pytest.raises(
         PlanError, match=r"run `ortlaunch bench recipe\.yaml` once outside the launcher"
     ):
-        with_recorded_choices(base, RunDir("run"))
+        apply_recorded_choices(base, RunDir("run"))
     assert not Path("run").exists()
     # A measurement of another batch is only named in the error.
     remembered_choice(resolved(batch={"micro_size": 8, "accumulation_steps": 1}))
     with pytest.raises(
         PlanError, match=r"the nearest measurement differs in batch: \[8, 1\] -> \[2, 1\]$"
     ):
-        with_recorded_choices(base, RunDir("run"))
+        apply_recorded_choices(base, RunDir("run"))
     remembered_choice(resolved())
-    assert with_recorded_choices(base, RunDir("run")).choice is not None
+    assert apply_recorded_choices(base, RunDir("run")).choice is not None
 
 
 def test_what_would_fail_anyway_fails_before_measuring() -> None:
     """A run that cannot start fails before minutes of measuring."""
     Path("mine").write_text("")
     with pytest.raises(PlanError, match="is a file, not a folder; give a folder"):
-        control.train(resolved(), Path("mine"))
+        control.run_training_command(resolved(), Path("mine"))
     assert not Path("bench").exists()
 
 
 def test_plan_and_dry_run_measure_nothing() -> None:
     """`plan` and `--dry-run` measure nothing, and note that `train` will."""
     base = resolved(**LONG)
-    shown = preview(base)
+    shown = choose_engine_without_measuring(base)
     assert shown.plan == base.plan
     assert shown.notes[-1].startswith("engine auto: measured when training starts")
 
@@ -346,7 +351,7 @@ def test_versions_hardware_and_code_are_in_the_key(monkeypatch: pytest.MonkeyPat
     # The text of the module counts, also where its functions are the same.
     Path("mine.py").write_text(f"{OWN_MODULE}two = 2")
     changed = {before, auto.digest(resolved())}
-    monkeypatch.setattr(machine, "hardware", lambda: {"processor": "another"})
+    monkeypatch.setattr(machine, "hardware_record", lambda: {"processor": "another"})
     changed.add(auto.digest(resolved()))
     monkeypatch.setattr(extensions, "version", {"torch": "99"}.get)
     changed.add(auto.digest(resolved()))
@@ -368,7 +373,7 @@ def test_threads_that_nobody_chose_are_not_in_the_key(monkeypatch: pytest.Monkey
     """A value of OMP_NUM_THREADS that torchrun set does not change the key."""
     # Its ranks ignore that value, so a bench without torchrun and a rank of it share a key.
     # With a single core, one thread would be the default.
-    monkeypatch.setattr(machine, "cores", lambda: 8)
+    monkeypatch.setattr(machine, "usable_core_count", lambda: 8)
     before = auto.digest(resolved())
     assert auto.digest(resolved({"OMP_NUM_THREADS": "1"})) != before
     assert auto.digest(resolved({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x"})) == before

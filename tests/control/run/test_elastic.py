@@ -13,16 +13,16 @@ import yaml
 from ortlaunch.doctor.finding import Finding
 from ortlaunch.doctor.schema import json_schema
 from ortlaunch.errors import InputError, LaunchError, PlanError, RecipeError
-from ortlaunch.launch import backend
-from ortlaunch.launch.failure import End
-from ortlaunch.launch.restarts import Ended, supervise
+from ortlaunch.launch import load_backend
+from ortlaunch.launch.failure import RunEnd
+from ortlaunch.launch.restarts import EndedAttempt, start_ranks_until_end
 from ortlaunch.launch_plan import Plan
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe import load
 from ortlaunch.resolve.resolve import ResolvedRun, resolve
-from ortlaunch.run.elastic import on_fit_hosts
+from ortlaunch.run.elastic import run_on_usable_hosts
 from ortlaunch.run.job_file import JobFile
-from ortlaunch.run_folder.folder import RunDir, write_text
+from ortlaunch.run_folder.folder import RunDir, write_text_atomically
 from tests.makers import CUSTOM, OWN_MODULE, plan, recipe
 
 BATCH = {"global_size": 12, "micro_size": 2}
@@ -135,7 +135,7 @@ def on(
     monkeypatch: pytest.MonkeyPatch, whole: ResolvedRun, *wrong: tuple[str, str], again: bool = True
 ) -> Any:
     found(monkeypatch, *wrong)
-    return on_fit_hosts(whole, RunDir(Path("run")), again)
+    return run_on_usable_hosts(whole, RunDir(Path("run")), again)
 
 
 def test_a_plan_on_the_hosts_that_are_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +156,7 @@ def test_one_far_host_that_is_left_is_started_through_ssh(
 ) -> None:
     """A single remaining host that is not this one is started through ssh."""
     now, _ = on(monkeypatch, resolved(), ("host1", "reached"), ("host2", "reached"))
-    request = backend("torchrun").request(now.plan, RunDir("run"))
+    request = load_backend("torchrun").request(now.plan, RunDir("run"))
     assert [
         agent["host"] for agent in json.loads(dict(request.files)["run/agents.json"])["agents"]
     ] == ["host3"]
@@ -179,7 +179,9 @@ def test_hosts_that_come_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     looks = [[Finding("host2", "reached", "failed", "so")]] * 3 + [[]]
     monkeypatch.setattr("ortlaunch.run.elastic.check_hosts", lambda asked: looks.pop(0))
     monkeypatch.setattr("ortlaunch.run.elastic._LOOK_SECONDS", 0.01)
-    now, _ = on_fit_hosts(resolved("launch.nodes.min=3"), RunDir(Path("run")), again=True)
+    now, _ = run_on_usable_hosts(
+        resolved("launch.nodes.min=3"), RunDir(Path("run")), is_restart=True
+    )
     assert (now.plan.world_size, looks) == (3, [])
 
 
@@ -211,23 +213,25 @@ def test_a_restart_that_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixt
     """A requested restart starts the ranks again, and counts as no failed attempt."""
     run = RunDir(tmp_path)
     made = plan(recipe())
-    write_text(run.plan, made.to_json())
-    write_text(run.restart_request, "{}")
-    write_text(run.stop_request, "{}")
+    write_text_atomically(run.plan, made.to_json())
+    write_text_atomically(run.restart_request, "{}")
+    write_text_atomically(run.stop_request, "{}")
     starts: list[int] = []
 
-    def start(number: int) -> Ended:
+    def start(number: int) -> EndedAttempt:
         starts.append(number)
         # The second start reads the new hosts and removes the request, as rank 0 does.
         if number == 2:
             assert not run.stop_request.exists()
             run.restart_request.unlink()
-        return Ended(End(85, "saved"), False)
+        return EndedAttempt(RunEnd(85, "saved"), False)
 
     with JobFile(run, "torchrun") as file:
-        assert supervise(run, 2, file.failed, start).end == End(85, "saved")
+        assert start_ranks_until_end(run, 2, file.record_failed_attempts, start).end == RunEnd(
+            85, "saved"
+        )
         assert file.record.attempts == ()
-        file.end(85, "")
+        file.record_end(85, "")
     assert starts == [1, 2]
     assert "restarting the ranks, as requested" in capsys.readouterr().err
     assert Plan.read(run.plan) == made
@@ -252,16 +256,16 @@ def test_only_an_elastic_run_takes_hosts_back(
     from ortlaunch.recipe import to_yaml
 
     run = RunDir(tmp_path)
-    write_text(run.plan, plan(recipe()).to_json())
-    write_text(run.recipe, to_yaml(recipe()))
-    write_text(run.request, "")
+    write_text_atomically(run.plan, plan(recipe()).to_json())
+    write_text_atomically(run.recipe, to_yaml(recipe()))
+    write_text_atomically(run.request, "")
     with JobFile(run, "torchrun") as file:
-        file.starts()
+        file.record_start_of_ranks()
         with pytest.raises(
             InputError,
             match=r"launch.nodes is not \{min, max\}, so its hosts are fixed",
         ):
             restart(run)
-        file.end(0, "")
+        file.record_end(0, "")
     with pytest.raises(InputError, match="succeeded; only a training run can be restarted"):
         restart(run)

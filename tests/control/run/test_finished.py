@@ -11,9 +11,9 @@ import pytest
 from ortlaunch.launch import JobState
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.recipe import load
-from ortlaunch.run.finished import nothing_left, with_next
-from ortlaunch.run.preparation import record_finished
-from ortlaunch.run_folder.folder import RunDir, write_json
+from ortlaunch.run.finished import append_continuing_command, finished_message_if_readable
+from ortlaunch.run.preparation import record_success
+from ortlaunch.run_folder.folder import RunDir, write_json_atomically
 from tests.makers import OWN_MODULE, recipe
 
 
@@ -21,21 +21,21 @@ from tests.makers import OWN_MODULE, recipe
 def ended(tmp_path: Path) -> RunDir:
     """A run of two epochs, which were 10 steps, that ended and was exported."""
     run = RunDir(tmp_path)
-    write_json(run.summary, {"steps": 10})
-    write_json(run.steps, {"epochs": 2.0, "samples": 80, "max_steps": 10})
+    write_json_atomically(run.summary, {"steps": 10})
+    write_json_atomically(run.steps, {"epochs": 2.0, "samples": 80, "max_steps": 10})
     run.export.mkdir()
     for step in (5, 10):
-        run.checkpoint(step).mkdir(parents=True)
-        (run.checkpoint(step) / "COMPLETE").touch()
+        run.checkpoint_folder(step).mkdir(parents=True)
+        (run.checkpoint_folder(step) / "COMPLETE").touch()
     return run
 
 
 @pytest.mark.parametrize("state", list(JobState))
 def test_a_complete_run_has_succeeded(state: JobState, ended: RunDir) -> None:
     """A start with nothing left to train records the success, whatever the start before recorded."""
-    before = JobRecord.of_this_process("local", JobState.RUNNING)
-    (before.at_end(state, 137, "killed") if state.is_end else before).write(ended)
-    record_finished(ended)
+    before = JobRecord.for_this_process("local", JobState.RUNNING)
+    (before.ended_record(state, 137, "killed") if state.is_end else before).write(ended)
+    record_success(ended)
     found = JobRecord.read(ended)
     assert found is not None
     assert (found.state, found.exit_status in (0, 137)) == (JobState.SUCCEEDED, True)
@@ -55,7 +55,7 @@ def test_a_complete_run_has_succeeded(state: JobState, ended: RunDir) -> None:
 )
 def test_what_is_left(train: dict[str, Any], said: str | None, ended: RunDir) -> None:
     """Steps up to those already done need no start; more steps or more epochs do."""
-    assert nothing_left(recipe(train=train), ended) == said
+    assert finished_message_if_readable(recipe(train=train), ended) == said
 
 
 @pytest.mark.parametrize("lost", ["summary", "export"])
@@ -63,21 +63,21 @@ def test_a_run_that_was_cut_off_is_not_finished(lost: str, ended: RunDir) -> Non
     """A run without its summary or its export still has something to do."""
     path = getattr(ended, lost)
     path.rmdir() if path.is_dir() else path.unlink()
-    assert nothing_left(recipe(), ended) is None
+    assert finished_message_if_readable(recipe(), ended) is None
 
 
 def test_an_export_of_fewer_steps_is_not_this_ones(ended: RunDir) -> None:
     """The export of an earlier, shorter training does not make a longer run finished."""
     # The longer run ended after its last checkpoint and before its own export.
-    write_json(ended.summary, {"steps": 8})
-    assert nothing_left(recipe(train={"max_steps": 10}), ended) is None
+    write_json_atomically(ended.summary, {"steps": 8})
+    assert finished_message_if_readable(recipe(train={"max_steps": 10}), ended) is None
 
 
 def test_an_earlier_checkpoint_is_gone_on_from(ended: RunDir) -> None:
     """A run without its last checkpoint trains its last steps again."""
     # A user deletes it to continue from the checkpoint before it.
-    (ended.checkpoint(10) / "COMPLETE").unlink()
-    assert nothing_left(recipe(train={"max_steps": 10}), ended) is None
+    (ended.checkpoint_folder(10) / "COMPLETE").unlink()
+    assert finished_message_if_readable(recipe(train={"max_steps": 10}), ended) is None
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_the_command_that_trains_further(
     """The command has the typed arguments but --resume, this run's folder, and twice the length."""
     command = expected.format(f"--run-dir={ended}")
     assert (
-        with_next("done", typed, recipe(train=train), ended)
+        append_continuing_command("done", typed, recipe(train=train), ended)
         == f"done\nto continue: ortlaunch {command}"
     )
 
@@ -161,7 +161,7 @@ def test_the_command_that_continues_is_a_valid_one(
     (tmp_path / "mine.py").write_text(OWN_MODULE)
     overrides = [word for word in typed if "=" in word]
     before = load(path, overrides).recipe
-    said = with_next("end", ["train", str(path), *typed], before, ended, stopped)
+    said = append_continuing_command("end", ["train", str(path), *typed], before, ended, stopped)
     words = shlex.split(said.partition("\nto continue: ")[2])
     folder = f"--run-dir={ended}"
     assert words[:3] == ["ortlaunch", "train", str(path)]
@@ -180,20 +180,26 @@ def test_the_command_that_continues_is_a_valid_one(
 
 def test_another_verb_has_no_next_command(ended: RunDir) -> None:
     """Verbs other than `train` get no command to continue."""
-    assert with_next("done", ["parity", "r"], recipe(), ended) == "done"
+    assert append_continuing_command("done", ["parity", "r"], recipe(), ended) == "done"
 
 
 def test_a_run_that_stopped_early_is_finished(ended: RunDir) -> None:
     """A run that stopped early is finished until train.stop_after changes."""
     early = {"metric": "loss", "mode": "min", "evaluations": 2, "value": 1.0, "step": 8}
-    write_json(ended.summary, {"steps": 10, "stopped_early": early})
-    said = nothing_left(recipe(train={"max_steps": 20, "stop_after": {"evaluations": 2}}), ended)
+    write_json_atomically(ended.summary, {"steps": 10, "stopped_early": early})
+    said = finished_message_if_readable(
+        recipe(train={"max_steps": 20, "stop_after": {"evaluations": 2}}), ended
+    )
     assert said == "nothing to train: stopped early after step 10 of 20 (train.stop_after)"
     assert (
-        nothing_left(recipe(train={"max_steps": 20, "stop_after": {"evaluations": 3}}), ended)
+        finished_message_if_readable(
+            recipe(train={"max_steps": 20, "stop_after": {"evaluations": 3}}), ended
+        )
         is None
     )
-    assert nothing_left(recipe(train={"max_steps": 20}), ended) is None
+    assert finished_message_if_readable(recipe(train={"max_steps": 20}), ended) is None
     typed = ["train", "r.yaml", "train.stop_after.evaluations=2"]
     command = f"ortlaunch train r.yaml --run-dir={ended} train.stop_after=null"
-    assert with_next("done", typed, recipe(), ended) == f"done\nto continue: {command}"
+    assert (
+        append_continuing_command("done", typed, recipe(), ended) == f"done\nto continue: {command}"
+    )

@@ -14,8 +14,15 @@ from ortlaunch.launch_plan import Plan
 from ortlaunch.planning.make_plan import replan
 from ortlaunch.recipe import Recipe, to_yaml
 from ortlaunch.run import micro_size
-from ortlaunch.run.micro_size import MARGIN, Try, find, note, recorded_size, sizes
-from ortlaunch.run_folder.folder import RunDir, write_json
+from ortlaunch.run.micro_size import (
+    MEMORY_MARGIN,
+    SizeTrial,
+    candidate_micro_sizes,
+    recorded_micro_size,
+    search_largest_micro_size,
+    unknown_size_lines,
+)
+from ortlaunch.run_folder.folder import RunDir, write_json_atomically
 from tests.makers import bert, host, plan, recipe
 
 
@@ -28,13 +35,13 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, limit: float) -> list[int]:
     """Replace the trials: memory is proportional to the size. Returns the sizes tried, in order."""
     tried: list[int] = []
 
-    def try_one(made: Recipe, resolved: Plan, run: RunDir, size: int) -> Try:
+    def try_one(made: Recipe, resolved: Plan, run: RunDir, size: int) -> SizeTrial:
         tried.append(size)
         # A trial at the limit uses exactly the allowed share.
-        share = MARGIN * size / limit
-        return Try(size, share <= MARGIN, share if share < 1 else None, "")
+        share = MEMORY_MARGIN * size / limit
+        return SizeTrial(size, share <= MEMORY_MARGIN, share if share < 1 else None, "")
 
-    monkeypatch.setattr(micro_size, "_try", try_one)
+    monkeypatch.setattr(micro_size, "_run_trial", try_one)
     return tried
 
 
@@ -42,7 +49,7 @@ def test_sizes_of_the_largest_batch_take_no_time() -> None:
     """The sizes of the largest possible batch are found at once."""
     # Dividing by all numbers up to 10**9 would take minutes.
     started = time.perf_counter()
-    found = sizes(plan(auto(10**9)).batch)
+    found = candidate_micro_sizes(plan(auto(10**9)).batch)
     assert (len(found), found[:6], found[-1]) == (100, [1, 2, 4, 5, 8, 10], 10**9)
     assert time.perf_counter() - started < 1
 
@@ -57,7 +64,7 @@ def test_the_largest_that_fits_is_found(
     for limit in range(1, min(total, 200) + 2):
         tried = stand_in(monkeypatch, limit + 0.5)
         expected = max(size for size in range(1, total + 1) if total % size == 0 and size <= limit)
-        assert find(made, resolved, RunDir(tmp_path)) == expected
+        assert search_largest_micro_size(made, resolved, RunDir(tmp_path)) == expected
         assert len(tried) == len(set(tried))
         assert max(tried) <= total
         assert len(tried) <= 14
@@ -69,35 +76,46 @@ def test_no_try_goes_far_beyond_memory(tmp_path: Path, monkeypatch: pytest.Monke
     made = auto(4096)
     for limit in (1.5, 3, 20, 70, 300):
         tried = stand_in(monkeypatch, limit)
-        find(made, plan(made), RunDir(tmp_path))
+        search_largest_micro_size(made, plan(made), RunDir(tmp_path))
         assert max(tried) <= 2 * limit
 
 
 def test_sizes_keep_the_global_batch() -> None:
     """Each size divides a rank's share of the global batch."""
     made = auto(48)
-    assert sizes(plan(made, [host("localhost", 2)], "torchrun").batch) == [1, 2, 3, 4, 6, 8, 12, 24]
+    assert candidate_micro_sizes(plan(made, [host("localhost", 2)], "torchrun").batch) == [
+        1,
+        2,
+        3,
+        4,
+        6,
+        8,
+        12,
+        24,
+    ]
 
 
 def test_nothing_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that is too large for one sample gives an error."""
     stand_in(monkeypatch, 0.5)
     with pytest.raises(LaunchError, match="not even 1 sample per rank fits"):
-        find(auto(8), plan(auto(8)), RunDir(tmp_path))
+        search_largest_micro_size(auto(8), plan(auto(8)), RunDir(tmp_path))
 
 
 def test_what_was_found_is_known_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A restart in the run folder uses the size that was found, for the same batch and ranks."""
     run = RunDir(tmp_path)
     made = auto(24)
-    assert recorded_size(made, plan(made).batch, run) is None
+    assert recorded_micro_size(made, plan(made).batch, run) is None
     stand_in(monkeypatch, 9)
-    find(made, plan(made), run)
+    search_largest_micro_size(made, plan(made), run)
     assert json.loads(run.micro_size.read_text())["tries"][0]["size"] == 1
     # 12 does not fit below the limit of 9.
-    assert recorded_size(made, plan(made).batch, run) == 8
-    assert recorded_size(auto(32), plan(auto(32)).batch, run) is None
-    assert recorded_size(made, plan(made, [host("localhost", 2)], "torchrun").batch, run) is None
+    assert recorded_micro_size(made, plan(made).batch, run) == 8
+    assert recorded_micro_size(auto(32), plan(auto(32)).batch, run) is None
+    assert (
+        recorded_micro_size(made, plan(made, [host("localhost", 2)], "torchrun").batch, run) is None
+    )
 
 
 def test_the_found_size_is_planned_and_written() -> None:
@@ -116,7 +134,7 @@ def test_the_found_size_is_planned_and_written() -> None:
 def test_plan_says_that_it_will_be_found() -> None:
     """`plan` shows the sizes that would be tried, and the memory of a sample."""
     made = bert(batch={"global_size": 64, "micro_size": "auto"})
-    lines = note(plan(made))
+    lines = unknown_size_lines(plan(made))
     assert "from 1, 2, 4, 8, 16, 32, 64; the plan above uses 1" in lines[0]
     assert "MiB of activations" in lines[1]
 
@@ -146,17 +164,17 @@ def test_which_failures_are_memory(
         "rank": 0,
     }
     record = {**ended, "cause": cause, "signal": signal}
-    request = micro_size.backend("local").request(plan(made), run.trial_of(1))
-    error = run.trial_of(1).error(0)
+    request = micro_size.load_backend("local").request(plan(made), run.micro_size_trial_folder(1))
+    error = run.micro_size_trial_folder(1).rank_error_path(0)
     error.parent.mkdir(parents=True)
     # The trial is a shell that writes this record and fails.
     argv = ("/bin/sh", "-c", 'printf %s "$1" > "$0"; exit 1', str(error), json.dumps(record))
     monkeypatch.setattr("ortlaunch.launch.local.request", lambda *_: request._replace(argv=argv))
     if memory:
-        assert micro_size._try(made, plan(made), run, 1)[:3] == (1, False, None)
+        assert micro_size._run_trial(made, plan(made), run, 1)[:3] == (1, False, None)
     else:
         with pytest.raises(LaunchError, match="not because of memory"):
-            micro_size._try(made, plan(made), run, 1)
+            micro_size._run_trial(made, plan(made), run, 1)
 
 
 # Schedulers send USR1 and TERM, a user's Ctrl-C sends INT.
@@ -168,13 +186,13 @@ def test_a_stop_in_a_try(
     # Slurm sends USR1 before the end of the job's time.
     made = auto(4)
     run = RunDir(tmp_path)
-    request = micro_size.backend("local").request(plan(made), run.trial_of(1))
+    request = micro_size.load_backend("local").request(plan(made), run.micro_size_trial_folder(1))
     argv = ("/bin/sh", "-c", f"kill -s {name} $PPID; sleep 9")
     monkeypatch.setattr(
         "ortlaunch.launch.local.request", lambda *_: request._replace(argv=argv, stop=None)
     )
     with pytest.raises(micro_size.SearchStopped, match=f"stopped by SIG{name}") as caught:
-        micro_size._try(made, plan(made), run, 1)
+        micro_size._run_trial(made, plan(made), run, 1)
     assert caught.value.exit_status == status
 
 
@@ -184,11 +202,15 @@ def test_a_try_is_the_run_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     run = RunDir(tmp_path)
     resolved = plan(made, [host("localhost", 2)], "torchrun")
     # The result of an older trial in the same folder must not be read again.
-    write_json(run.trial_of(4).trial, {"share": 0.1})
+    write_json_atomically(run.micro_size_trial_folder(4).trial, {"share": 0.1})
     for size, passes in ((4, 2), (12, 1)):
-        tried = micro_size._write(made, resolved, run.trial_of(size), size)
+        tried = micro_size._write_trial_folder(
+            made, resolved, run.micro_size_trial_folder(size), size
+        )
         assert tried.nodes == resolved.nodes
         assert tried.batch[:4] == (size * passes * 2, size, passes, 2)
         assert (tried.task, tried.argv) == ("try", resolved.argv)
-        assert json.loads(run.trial_of(size).deepspeed.read_text()) == tried.deepspeed
-    assert not run.trial_of(4).trial.exists()
+        assert (
+            json.loads(run.micro_size_trial_folder(size).deepspeed.read_text()) == tried.deepspeed
+        )
+    assert not run.micro_size_trial_folder(4).trial.exists()

@@ -14,13 +14,13 @@ from ortlaunch.bench import auto
 from ortlaunch.cli import app
 from ortlaunch.doctor.finding import Finding
 from ortlaunch.errors import OrtlaunchError, PlanError
-from ortlaunch.launch.failure import End
+from ortlaunch.launch.failure import RunEnd
 from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.resolve import resolve as resolving
 from ortlaunch.run import control, micro_size
-from ortlaunch.run.micro_size import Try
+from ortlaunch.run.micro_size import SizeTrial
 from ortlaunch.run_folder.engine_report import Choice, MeasuredEngine
-from ortlaunch.run_folder.folder import RunDir, read_json, write_text
+from ortlaunch.run_folder.folder import RunDir, read_own_json, write_text_atomically
 from tests.makers import CUSTOM, OWN_MODULE
 
 SIZES = {"global_size": 24, "micro_size": "auto"}
@@ -46,21 +46,21 @@ class Counted:
         monkeypatch.setattr(resolving, "make_plan", counted)
         monkeypatch.setattr(
             control,
-            "backend",
+            "load_backend",
             lambda name: SimpleNamespace(submit=self._submit, wait=lambda job: 0),
         )
-        monkeypatch.setattr(control, "explain_end", lambda run, *_, **__: self._end(run))
+        monkeypatch.setattr(control, "classify_run_end", lambda run, *_, **__: self._end(run))
 
     def _submit(self, request: Any) -> SimpleNamespace:
         self.starts += 1
-        return SimpleNamespace(signal=None, ended_by=None, oom_kills=0, early=[])
+        return SimpleNamespace(user_signal=None, foreign_signal=None, oom_kills=0, early_signals=[])
 
-    def _end(self, run: RunDir) -> End:
+    def _end(self, run: RunDir) -> RunEnd:
         if self.starts > self.restarts:
-            return End(0, "done")
+            return RunEnd(0, "done")
         # As if `ortlaunch restart` was typed while the ranks ran.
-        write_text(run.restart_request, "{}")
-        return End(EXIT_SAVED, "saved")
+        write_text_atomically(run.restart_request, "{}")
+        return RunEnd(EXIT_SAVED, "saved")
 
     def __call__(self, *typed: str) -> str:
         """Run a command and return its output; the counters begin at 0 again."""
@@ -123,7 +123,7 @@ def test_engine_auto(ortlaunch: Counted, monkeypatch: pytest.MonkeyPatch) -> Non
         text = ortlaunch("train", path, "--run-dir", folder)
         assert "engine auto: inductor: measured 2 x eager" in text
         assert (source in text, ortlaunch.plans, ortlaunch.starts) == (True, 1, 1)
-        assert read_json(RunDir(Path(folder)).choice)["chosen"] == "inductor"
+        assert read_own_json(RunDir(Path(folder)).choice)["chosen"] == "inductor"
     # A dry run has the choices of the run folder, as the run itself.
     dry = ortlaunch("train", path, "--run-dir", "run", "--dry-run")
     assert "(at the start of this run)" in dry
@@ -132,13 +132,15 @@ def test_engine_auto(ortlaunch: Counted, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_micro_size_auto(ortlaunch: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trials of micro_size auto share one plan, the run has another; later runs know the size."""
     monkeypatch.setattr(
-        micro_size, "_try", lambda recipe, plan, run, size: Try(size, size <= 8, 0.5, "")
+        micro_size,
+        "_run_trial",
+        lambda recipe, plan, run, size: SizeTrial(size, size <= 8, 0.5, ""),
     )
     ortlaunch("train", written(batch=SIZES), "--run-dir", "run")
     assert (ortlaunch.plans, ortlaunch.starts) == (2, 1)
     ortlaunch("train", written(batch=SIZES), "--run-dir", "run")
     assert (ortlaunch.plans, ortlaunch.starts) == (1, 1)
-    assert read_json(RunDir(Path("run")).plan)["batch"]["micro_samples"] == 8
+    assert read_own_json(RunDir(Path("run")).plan)["batch"]["micro_samples"] == 8
 
 
 @pytest.mark.parametrize("lost", [(), ("host2",)])
@@ -162,7 +164,7 @@ def test_elastic_hosts(
 def test_a_launcher_that_cannot_start(ortlaunch: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
     """A launcher that cannot start is refused before trials, checks of hosts, and any plan."""
     monkeypatch.setattr("ortlaunch.launch.mpi.find_mpirun", lambda: "mpirun")
-    monkeypatch.setattr("ortlaunch.launch.mpi.family", lambda mpirun: "Open MPI")
+    monkeypatch.setattr("ortlaunch.launch.mpi.mpi_family", lambda mpirun: "Open MPI")
     with pytest.raises(
         PlanError, match=r"^--run-dir a,b: mpirun would read two host files at the comma"
     ):
@@ -176,11 +178,11 @@ def test_a_finished_run(ortlaunch: Counted) -> None:
     run = RunDir(Path("run"))
     # The files of a complete training of 3 steps.
     for path, text in (
-        (run.checkpoint(3) / "COMPLETE", ""),
+        (run.checkpoint_folder(3) / "COMPLETE", ""),
         (run.summary, '{"steps": 3}'),
         (run.export / "x", ""),
     ):
-        write_text(path, text)
+        write_text_atomically(path, text)
     assert "nothing to train: 3 of 3 steps are done" in ortlaunch(
         "train", "recipe.yaml", "--run-dir", "run"
     )

@@ -23,10 +23,15 @@ from ortlaunch.other_runs import listing, logs, registry, status
 from ortlaunch.other_runs.runs_table import runs_table
 from ortlaunch.report import report
 from ortlaunch.resolve import resume
-from ortlaunch.run.finished import nothing_left
+from ortlaunch.run.finished import finished_message_if_readable
 from ortlaunch.run_folder import lock
-from ortlaunch.run_folder.folder import RunDir, read_json, write_json, write_text
-from ortlaunch.run_folder.lines import append_line, json_lines
+from ortlaunch.run_folder.folder import (
+    RunDir,
+    read_own_json,
+    write_json_atomically,
+    write_text_atomically,
+)
+from ortlaunch.run_folder.lines import append_json_line, read_json_lines
 from ortlaunch.run_folder.resume_record import FROM_THE_BEGINNING
 from ortlaunch.tasks import GenerationRequest
 from tests.control.test_report import made, steps
@@ -41,7 +46,7 @@ VERBS: dict[str, Callable[[RunDir], Any]] = {
     "list": lambda run: runs_table(listing.newest_statuses(None), 80),
     "export": lambda run: chosen_step(run, None),
     "generate": lambda run: generate._source(GenerationRequest(str(run.path), "The", None, 5, 0.0, 0, False)),
-    "train again": lambda run: (nothing_left(recipe(), run), resume.choose(run, resume.AUTOMATIC)),
+    "train again": lambda run: (finished_message_if_readable(recipe(), run), resume.choose(run, resume.AUTOMATIC)),
 }  # fmt: skip
 
 
@@ -54,12 +59,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         verdict="ortlaunch: rank 1 failed",
     )
     run = RunDir(folder)
-    job = {**read_json(run.job), "state": "failed", "exit_status": 1}
-    write_json(run.job, job)
-    write_json(run.summary, {"steps": 20, "seconds": {"training": 1.0}, "best": None})
-    write_json(run.steps, {"epochs": 1.0, "samples": 10, "max_steps": 20})
+    job = {**read_own_json(run.job), "state": "failed", "exit_status": 1}
+    write_json_atomically(run.job, job)
+    write_json_atomically(run.summary, {"steps": 20, "seconds": {"training": 1.0}, "best": None})
+    write_json_atomically(run.steps, {"epochs": 1.0, "samples": 10, "max_steps": 20})
     replace(FROM_THE_BEGINNING, step=20).write(run)
-    write_json(run.environment, {"host": "a", "packages": {}})
+    write_json_atomically(run.environment, {"host": "a", "packages": {}})
     account = {
         "rank": 1,
         "host": "a",
@@ -68,21 +73,21 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "message": "no",
         "time": 1.0,
     }
-    write_json(
-        run.error(1),
+    write_json_atomically(
+        run.rank_error_path(1),
         {**account, "traceback": "", "secondary": False, "exit_status": 1, "signal": None},
     )
-    append_line(run.saves, {"step": 20, "seconds": 1.0})
-    append_line(
+    append_json_line(run.saves, {"step": 20, "seconds": 1.0})
+    append_json_line(
         run.bad_steps,
         {"step": 3, "kind": "loss", "action": "skip", "message": "nan", "samples": [1]},
     )
-    append_line(run.exports, {"step": 20, "format": "onnx", "folder": "x"})
-    write_json(run.evaluation_of(20).evaluation, {"step": 20, "loss": 1.0})
-    write_text(run.log(0, "out"), "said\n")
-    (run.checkpoint(20)).mkdir(parents=True)
+    append_json_line(run.exports, {"step": 20, "format": "onnx", "folder": "x"})
+    write_json_atomically(run.evaluation_folder(20).evaluation, {"step": 20, "loss": 1.0})
+    write_text_atomically(run.rank_log_path(0, "out"), "said\n")
+    (run.checkpoint_folder(20)).mkdir(parents=True)
     # The last file of a checkpoint: without it the folder does not count as one.
-    (run.checkpoint(20) / "COMPLETE").touch()
+    (run.checkpoint_folder(20) / "COMPLETE").touch()
     return folder
 
 
@@ -119,7 +124,9 @@ def test_no_verb_ends_in_a_traceback(
 ) -> None:
     """With any file damaged, each command returns a result or raises an error of ours."""
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(lock, "alive_at", lambda run: [])  # slow: it reads every process here
+    monkeypatch.setattr(
+        lock, "living_process_ids", lambda run: []
+    )  # slow: it reads every process here
     # A fixed seed: a failure can be repeated.
     drawn = random.Random(7)
     run = RunDir(shutil.copytree(whole, tmp_path / "run"))
@@ -179,13 +186,15 @@ def test_the_number_of_a_line_in_a_long_file(whole: Path, tmp_path: Path) -> Non
 def test_a_line_after_half_a_one_is_not_lost(tmp_path: Path) -> None:
     """After half a line of a killed process, the next start writes on a new line."""
     path = tmp_path / "lines.jsonl"
-    append_line(path, {"step": 1})
+    append_json_line(path, {"step": 1})
     path.write_bytes(path.read_bytes() + b'{"step": 2, "lo')
-    append_line(path, {"step": 3, "loss": float("inf")})
-    lines = json_lines(path, "step")
-    assert lines.found == [{"step": 1}, {"step": 3, "loss": "inf"}]
-    assert lines.left_out == ["lines.jsonl:2 is left out: no whole line of JSON"]
-    assert json_lines(path, "loss").left_out[0] == "lines.jsonl:1 is left out: it has no loss"
+    append_json_line(path, {"step": 3, "loss": float("inf")})
+    lines = read_json_lines(path, "step")
+    assert lines.values == [{"step": 1}, {"step": 3, "loss": "inf"}]
+    assert lines.unreadable == ["lines.jsonl:2 is left out: no whole line of JSON"]
+    assert (
+        read_json_lines(path, "loss").unreadable[0] == "lines.jsonl:1 is left out: it has no loss"
+    )
 
 
 @pytest.mark.parametrize(
@@ -203,5 +212,5 @@ def test_what_is_wrong_with_a_file(content: bytes, said: str, tmp_path: Path) ->
     path = tmp_path / "summary.json"
     path.write_bytes(content)
     with pytest.raises(DamagedFile, match=rf"summary\.json: {said}") as error:
-        read_json(path)["steps"]
+        read_own_json(path)["steps"]
     assert error.value.exit_status == 2

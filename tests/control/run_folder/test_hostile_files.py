@@ -18,10 +18,15 @@ from ortlaunch.launch.record import JobRecord
 from ortlaunch.launch_plan import Plan
 from ortlaunch.other_runs.status import read_status
 from ortlaunch.report.records import number as number_of_report
-from ortlaunch.run_folder.folder import RunDir, account, read_json, write_text
-from ortlaunch.run_folder.lines import append_line, json_lines, json_tail
-from ortlaunch.run_folder.lock import RunLock, command_at
-from ortlaunch.units import number
+from ortlaunch.run_folder.folder import (
+    RunDir,
+    read_error_record,
+    read_own_json,
+    write_text_atomically,
+)
+from ortlaunch.run_folder.lines import append_json_line, read_json_lines, read_last_json_lines
+from ortlaunch.run_folder.lock import RunLock, last_command_of_run
+from ortlaunch.units import number_or_none
 from tests.makers import host, plan, recipe
 
 DEEP = "[" * 20_000 + "]" * 20_000
@@ -49,13 +54,15 @@ VALUES = [DEEP, '"\\ud800"', LARGE, "1" + 5000 * "0", "-1", "[]", "{}", "null", 
 def run(tmp_path: Path) -> RunDir:
     """The folder of a failed run."""
     run = RunDir(tmp_path)
-    write_text(run.plan, plan(recipe(), [host("a", 2)], "torchrun").to_json())
-    JobRecord.of_this_process("torchrun", JobState.RUNNING).at_end(
+    write_text_atomically(run.plan, plan(recipe(), [host("a", 2)], "torchrun").to_json())
+    JobRecord.for_this_process("torchrun", JobState.RUNNING).ended_record(
         JobState.FAILED, 1, "verdict: x"
     ).write(run)
-    append_line(run.metrics, {"step": 3, "loss": 0.5, "elapsed_seconds": 1.0})
-    write_text(run.error(0), '{"cause": "raised", "time": 1.0, "summary": "x", "rank": 0}')
-    write_text(run.request, "")
+    append_json_line(run.metrics, {"step": 3, "loss": 0.5, "elapsed_seconds": 1.0})
+    write_text_atomically(
+        run.rank_error_path(0), '{"cause": "raised", "time": 1.0, "summary": "x", "rank": 0}'
+    )
+    write_text_atomically(run.request, "")
     return run
 
 
@@ -70,8 +77,8 @@ def test_any_value_in_a_record(name: str, run: RunDir) -> None:
             text = json.dumps({**good, field: "@"}).replace('"@"', value)
             path.write_text(f"{text}\n")
             with contextlib.suppress(InputError):
-                write_text(run.report, str(read_status(run)))
-    account(run.error(0))
+                write_text_atomically(run.report, str(read_status(run)))
+    read_error_record(run.rank_error_path(0))
 
 
 @pytest.mark.timeout(30)
@@ -87,19 +94,19 @@ def test_no_reader_waits_for_a_pipe_or_a_device(kind: str, run: RunDir) -> None:
             reader(path)
 
     # A pipe without a writer blocks whoever opens it; a device never ends.
-    look("summary.json", read_json)
-    look("saves.jsonl", json_lines)
-    look("metrics.jsonl", lambda path: json_tail(path, 100))
+    look("summary.json", read_own_json)
+    look("saves.jsonl", read_json_lines)
+    look("metrics.jsonl", lambda path: read_last_json_lines(path, 100))
     look("plan.json", Plan.read)
     run.lock.symlink_to("/dev/zero") if kind == "a device" else os.mkfifo(run.lock)
-    assert command_at(run) is None
+    assert last_command_of_run(run) is None
     with pytest.raises(PlanError, match="lock is no regular file; remove it"), RunLock() as lock:
         lock.acquire(run)
 
 
 def test_a_file_that_is_too_large(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """A record larger than any run's is refused unread."""
-    monkeypatch.setattr(json_types, "_MOST_BYTES", 9)
+    monkeypatch.setattr(json_types, "_MOST_RECORD_BYTES", 9)
     with pytest.raises(DamagedFile, match=r"plan\.json: has more than 9 bytes"):
         json_types.read_regular(run.plan)
 
@@ -126,16 +133,16 @@ class Pair(NamedTuple):
 )
 def test_types_at_any_depth(kind: Any, right: list[object], wrong: list[object]) -> None:
     """Values fit an annotation, or do not, however deep the wrong value is."""
-    assert [json_types.fits(kind, value) for value in right] == [True] * len(right)
-    assert [json_types.fits(kind, value) for value in wrong] == [False] * len(wrong)
+    assert [json_types.fits_annotation(kind, value) for value in right] == [True] * len(right)
+    assert [json_types.fits_annotation(kind, value) for value in wrong] == [False] * len(wrong)
 
 
 def test_numbers_that_no_float_holds() -> None:
     """A number that is too large is no number of a record."""
-    assert number(int(LARGE)) is number_of_report(int(LARGE)) is None
+    assert number_or_none(int(LARGE)) is number_of_report(int(LARGE)) is None
 
 
 def test_a_full_disk_is_named_with_its_file() -> None:
     """An append that fails names its file."""
     with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
-        append_line(Path("/dev/full"), {})
+        append_json_line(Path("/dev/full"), {})

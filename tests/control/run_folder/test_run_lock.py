@@ -27,14 +27,14 @@ from ortlaunch.run_folder.lock import RunLock
 # as with a launcher's rank).
 COMMAND = """
 import os, sys, time
-from ortlaunch.run_folder.lock import RunLock, share
+from ortlaunch.run_folder.lock import RunLock, hold_rank_share
 from ortlaunch.run_folder.folder import RunDir
 run, how = RunDir(sys.argv[1]), sys.argv[2]
 lock = RunLock()
-lock.acquire(run, keep=how == "becomes another")
+lock.acquire(run, survives_exec=how == "becomes another")
 rank = os.fork() if how == "with a rank" else 1
 if not rank:
-    share(run)
+    hold_rank_share(run)
 if how == "becomes another":
     os.execvp("sh", ["sh", "-c", "echo begun; exec sleep 60"])
 if rank < 2:  # one of them says it, the rank once it holds its part
@@ -103,7 +103,7 @@ def test_ranks_hold_it_too(
     """A new run waits for ranks of a killed command, and is refused if they stay alive."""
     # Seconds: without these two lines the test would wait for the real limits.
     monkeypatch.setattr(run_lock, "GRACE_SECONDS", 0.3)
-    monkeypatch.setattr(run_lock, "_MORE_SECONDS", 0.0)
+    monkeypatch.setattr(run_lock, "_EXTRA_GRACE_SECONDS", 0.0)
     with command(run, "with a rank") as first:
         first.kill()
         first.wait()
@@ -122,7 +122,7 @@ def test_ranks_of_the_run_share_it(run: RunDir) -> None:
         with RunLock() as lock:
             lock.acquire(run)
             lock.acquire(run)
-            run_lock.share(run)
+            run_lock.hold_rank_share(run)
             break
     file = os.open(run.lock, os.O_RDWR)
     with pytest.raises(BlockingIOError):  # the rank's part, which ends with this process
@@ -141,7 +141,7 @@ def test_a_disk_without_locks_is_told(
     monkeypatch.setattr(fcntl, "flock", flock)
     with RunLock() as lock:
         lock.acquire(run)
-    run_lock.share(run)
+    run_lock.hold_rank_share(run)
     said = (
         f"{run}: no file locks here (Operation not supported): a second run in it cannot be "
         "detected\n"

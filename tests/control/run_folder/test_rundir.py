@@ -10,8 +10,13 @@ from typing import Any
 import pytest
 
 from ortlaunch.run_folder import folder
-from ortlaunch.run_folder.folder import RunDir, read_json, write_json, write_text
-from ortlaunch.run_folder.reference import markdown
+from ortlaunch.run_folder.folder import (
+    RunDir,
+    read_own_json,
+    write_json_atomically,
+    write_text_atomically,
+)
+from ortlaunch.run_folder.reference import run_folder_page
 from tests.makers import engine_report
 
 # Attribute of RunDir -> path in the run folder. Written out, so that a renamed file
@@ -93,14 +98,14 @@ def test_paths() -> None:
     found = {
         name: str(getattr(run, name))
         for name, file in vars(RunDir).items()
-        if isinstance(file, folder._File)
+        if isinstance(file, folder._FileRow)
     }
     assert found == {name: f"runs/x/{path}" for name, path in PATHS.items()}
     assert str(run) == "runs/x"
-    assert str(run.log(3, "err")) == "runs/x/logs/rank_00003.err"
-    assert str(run.log(123456, "out")) == "runs/x/logs/rank_123456.out"
-    assert str(run.error(3)) == "runs/x/errors/rank_00003.json"
-    assert str(run.checkpoint(500)) == "runs/x/checkpoints/step_00000500"
+    assert str(run.rank_log_path(3, "err")) == "runs/x/logs/rank_00003.err"
+    assert str(run.rank_log_path(123456, "out")) == "runs/x/logs/rank_123456.out"
+    assert str(run.rank_error_path(3)) == "runs/x/errors/rank_00003.json"
+    assert str(run.checkpoint_folder(500)) == "runs/x/checkpoints/step_00000500"
 
 
 def test_complete_checkpoints(tmp_path: Path) -> None:
@@ -115,21 +120,21 @@ def test_complete_checkpoints(tmp_path: Path) -> None:
         "step_x",
         "step_00000001.tmp",
     ):
-        write_text(run.checkpoints / name / "COMPLETE", "")
+        write_text_atomically(run.checkpoints / name / "COMPLETE", "")
     # Without the file COMPLETE, which is written last.
     (run.checkpoints / "step_00000400").mkdir()
     assert run.complete_checkpoints() == [
-        (20, run.checkpoint(20)),
-        (300, run.checkpoint(300)),
-        (100_000_000, run.checkpoint(100_000_000)),
+        (20, run.checkpoint_folder(20)),
+        (300, run.checkpoint_folder(300)),
+        (100_000_000, run.checkpoint_folder(100_000_000)),
     ]
 
 
 def test_write_text(tmp_path: Path) -> None:
     """A file is written in UTF-8, with its folders, over an older one; no temporary file stays."""
     path = tmp_path / "a" / "b" / "file.txt"
-    write_text(path, "old and longer")
-    write_text(path, "né\nw\n")
+    write_text_atomically(path, "old and longer")
+    write_text_atomically(path, "né\nw\n")
     assert path.read_bytes() == "né\nw\n".encode()
     assert list(path.parent.iterdir()) == [path]
 
@@ -140,7 +145,7 @@ def test_files_follow_the_umask(umask: int, mode: int, tmp_path: Path) -> None:
     # The umask belongs to the whole process, so it is restored.
     before = os.umask(umask)
     try:
-        write_text(tmp_path / "file", "text")
+        write_text_atomically(tmp_path / "file", "text")
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == mode
@@ -152,7 +157,7 @@ def test_a_broken_write_leaves_the_old_file(
 ) -> None:
     """A write that fails on a full disk keeps the old file and leaves no part of the new one."""
     path = tmp_path / "file.json"
-    write_text(path, "old")
+    write_text_atomically(path, "old")
 
     def full(*arguments: object) -> None:
         # ENOSPC
@@ -160,7 +165,7 @@ def test_a_broken_write_leaves_the_old_file(
 
     monkeypatch.setattr(os, step, full)
     with pytest.raises(OSError, match="No space left"):
-        write_text(path, "new")
+        write_text_atomically(path, "new")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -168,15 +173,15 @@ def test_a_broken_write_leaves_the_old_file(
 @pytest.mark.parametrize("value", [{"a": [1, 2.5, None, True], "é": {"b": "x"}}, [], "text", 0])
 def test_json(value: Any, tmp_path: Path) -> None:
     """A value written as JSON is read back unchanged, and the file ends with a newline."""
-    write_json(tmp_path / "x.json", value)
-    assert read_json(tmp_path / "x.json", type(value)) == value
+    write_json_atomically(tmp_path / "x.json", value)
+    assert read_own_json(tmp_path / "x.json", type(value)) == value
     assert (tmp_path / "x.json").read_text().endswith("\n")
 
 
 def test_json_that_cannot_be_written(tmp_path: Path) -> None:
     """A value that JSON cannot represent raises TypeError and leaves no file."""
     with pytest.raises(TypeError):
-        write_json(tmp_path / "x.json", {"a": object()})
+        write_json_atomically(tmp_path / "x.json", {"a": object()})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -185,15 +190,15 @@ def test_json_has_no_infinity(tmp_path: Path) -> None:
     # JSON has no number for them.
     inf = float("inf")
     nan = float("nan")
-    write_json(tmp_path / "x.json", {"a": [inf, 1.0], "b": {"c": (-inf, nan)}})
-    assert read_json(tmp_path / "x.json") == {"a": ["inf", 1.0], "b": {"c": ["-inf", "nan"]}}
+    write_json_atomically(tmp_path / "x.json", {"a": [inf, 1.0], "b": {"c": (-inf, nan)}})
+    assert read_own_json(tmp_path / "x.json") == {"a": ["inf", 1.0], "b": {"c": ["-inf", "nan"]}}
 
 
 def test_the_page_of_the_run_folder_is_current() -> None:
     """docs/run-folder.md is current: `ortlaunch schema --run-folder` prints the same page."""
     # To be regenerated, with `> docs/run-folder.md`, after every change of a run's files.
     page = Path(__file__).parents[3] / "docs" / "run-folder.md"
-    assert page.read_text(encoding="utf-8") == markdown()
+    assert page.read_text(encoding="utf-8") == run_folder_page()
 
 
 def test_a_field_without_a_value_is_null_empty_or_left_out() -> None:
@@ -207,7 +212,7 @@ def test_a_field_without_a_value_is_null_empty_or_left_out() -> None:
     )
     assert {"inductor", "parity"}.isdisjoint(written)
     assert written["engine"] == {"asked": "eager", "used": "eager", "fallback_reason": None}
-    lines = markdown().splitlines()
+    lines = run_folder_page().splitlines()
     for name, kind in (("attention", "text or null"), ("onnxruntime", "[OnnxRuntime](#OnnxRuntime) or {}"),
                        ("parity", "[Parity](#Parity) or absent"), ("unused_parameters", "list of text")):  # fmt: skip
         assert any(line.startswith(f"| `{name}` | {kind} |") for line in lines), name

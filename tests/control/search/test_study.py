@@ -10,7 +10,7 @@ import pytest
 from ortlaunch.api.sweeps import Sweep
 from ortlaunch.errors import MissingDependency
 from ortlaunch.recipe import Recipe, to_yaml
-from ortlaunch.run_folder.folder import write_text
+from ortlaunch.run_folder.folder import write_text_atomically
 from ortlaunch.search import study as studies
 from ortlaunch.search.folder import SweepDir
 from ortlaunch.search.parallel import picture
@@ -155,7 +155,7 @@ def test_equal_results_are_a_tie(tmp_path: Path) -> None:
     made = picture(study.sweep, study.trials(), [best], {})
     assert [line.tie for line in made.lines if line.is_best] == [tie(best, study.trials())]
     assert study.importances() == {}
-    write_text(folder.run.recipe, to_yaml(swept(sampler="random")))
+    write_text_atomically(folder.run.recipe, to_yaml(swept(sampler="random")))
     text = str(Sweep(tmp_path))
     assert "trial 1, 2, 3, 4, 5 has exactly the same result: the sweep cannot tell" in text
 

@@ -30,7 +30,6 @@ def ranks() -> list[int]:
         ("", ""),
         ("# The rank is told.", "tell/say/ask"),
         ("# This is what the rank is.", "what per 1,000"),
-        ("\n" * 60, "comments, %"),
         (f"LONG = {'9' * 100}", "over 100 columns"),
         ("one, two = 1, 2", "paired assignments"),
         ('"""What a rank is."""', "docstrings that begin"),

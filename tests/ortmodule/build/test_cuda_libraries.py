@@ -81,7 +81,7 @@ def test_the_check_survives_an_abort(
 ) -> None:
     """The check reports the result of its process in one line, also if ONNX Runtime aborts it."""
     monkeypatch.setattr(
-        cuda_libraries.start, "command", lambda module: [sys.executable, "-c", code]
+        cuda_libraries.start, "module_command", lambda module: [sys.executable, "-c", code]
     )
     assert cuda_libraries.check().endswith(why)
     assert bool(cuda_libraries.check()) == bool(why)

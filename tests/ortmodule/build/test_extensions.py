@@ -137,7 +137,7 @@ def test_a_refused_extension_is_not_missing(
     folder = extensions.cache_dir()
     folder.mkdir(parents=True)
     write_all(["aten_op_executor"], folder)
-    cache.seal(folder / "aten_op_executor.seal", [folder / "aten_op_executor.so"])
+    cache.seal_files(folder / "aten_op_executor.seal", [folder / "aten_op_executor.so"])
     # As a failed build leaves it.
     (folder / f"{extensions.INTEROP}.refused").write_text("no such symbol")
     assert not extensions.missing()

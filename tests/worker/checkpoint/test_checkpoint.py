@@ -19,7 +19,7 @@ import torch
 from ortlaunch.errors import CheckpointError
 from ortlaunch.rank import Rank
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.run_folder.held import held, is_held
+from ortlaunch.run_folder.held import hold_checkpoint, is_checkpoint_held
 from ortlaunch.worker import checkpoint
 from ortlaunch.worker.checkpoint import transaction
 from ortlaunch.worker.checkpoint.saving import prune
@@ -91,17 +91,17 @@ def test_the_newest_whole_one_is_found(tmp_path: Path) -> None:
     (run.checkpoints / "mine" / "COMPLETE").touch()
     found = checkpoint.newest(run)
     assert found is not None
-    assert found == (100_000_000, run.checkpoint(100_000_000))
+    assert found == (100_000_000, run.checkpoint_folder(100_000_000))
 
 
 def test_all_ranks_take_the_one_that_rank_0_sees(tmp_path: Path) -> None:
     """All ranks use the checkpoint that rank 0 sees, also if a shared disk shows an older one."""
     run = RunDir(tmp_path)
     other: Any = SimpleNamespace(gather=lambda mine: [[4, "step_00000004"], mine])
-    assert checkpoint.newest_of_all(run, other) == (4, run.checkpoint(4))
+    assert checkpoint.newest_of_all(run, other) == (4, run.checkpoint_folder(4))
     save(run, 2)
-    assert checkpoint.newest_of_all(run, other) == (4, run.checkpoint(4))
-    assert checkpoint.newest_of_all(run, GROUP) == (2, run.checkpoint(2))
+    assert checkpoint.newest_of_all(run, other) == (4, run.checkpoint_folder(4))
+    assert checkpoint.newest_of_all(run, GROUP) == (2, run.checkpoint_folder(2))
 
 
 def test_what_was_half_written_is_written_anew(tmp_path: Path) -> None:
@@ -113,7 +113,11 @@ def test_what_was_half_written_is_written_anew(tmp_path: Path) -> None:
         save(run, 5, fails=True)
     assert list(run.checkpoints.iterdir()) == []
     # Folders of machines that failed while they saved.
-    for left in (run.partial(3), run.partial(5), run.checkpoint(4)):
+    for left in (
+        run.partial_checkpoint_folder(3),
+        run.partial_checkpoint_folder(5),
+        run.checkpoint_folder(4),
+    ):
         left.mkdir()
         (left / "old").touch()
     folder = save(run, 5)
@@ -164,11 +168,11 @@ def test_a_damaged_one_is_set_aside(
         save(run, step)
     checkpoint.set_aside_damaged(run, GROUP)
     assert capsys.readouterr().out == ""
-    damage(run.checkpoint(30) / file)
+    damage(run.checkpoint_folder(30) / file)
     checkpoint.set_aside_damaged(run, GROUP)
-    assert checkpoint.newest(run) == (20, run.checkpoint(20))
+    assert checkpoint.newest(run) == (20, run.checkpoint_folder(20))
     said = capsys.readouterr().out
-    assert said.startswith(f"{run.checkpoint(30)} is damaged: {wrong}")
+    assert said.startswith(f"{run.checkpoint_folder(30)} is damaged: {wrong}")
     assert (run.checkpoints / "step_00000030.broken").is_dir()
 
 
@@ -241,7 +245,7 @@ def test_a_whole_one_that_was_set_aside_is_taken_back(
     # The newest one is really damaged.
     flip(run.checkpoints / "step_200000000.broken" / "state")
     checkpoint.set_aside_damaged(run, GROUP)
-    assert run.complete_checkpoints() == [(100_000_000, run.checkpoint(100_000_000))]
+    assert run.complete_checkpoints() == [(100_000_000, run.checkpoint_folder(100_000_000))]
     assert "is intact when read again: renamed back to step_100000000\n" in capsys.readouterr().out
 
 
@@ -252,14 +256,14 @@ def test_one_that_a_command_reads_is_not_pruned(tmp_path: Path) -> None:
         save(run, step)
     chosen = iter((1, 2))
     # Pruned since it was chosen: the choice is made again.
-    shutil.rmtree(run.checkpoint(1))
-    with held(run, lambda: next(chosen)) as step:
+    shutil.rmtree(run.checkpoint_folder(1))
+    with hold_checkpoint(run, lambda: next(chosen)) as step:
         assert step == 2
         for later in (3, 4):
             save(run, later)
             prune(run, 1, None)
         assert [step for step, _ in run.complete_checkpoints()] == [2, 4]
-        assert is_held(run.checkpoint(2))
+        assert is_checkpoint_held(run.checkpoint_folder(2))
     prune(run, 1, None)
     assert [step for step, _ in run.complete_checkpoints()] == [4]
 
@@ -268,7 +272,7 @@ def test_what_is_being_written_is_no_checkpoint(tmp_path: Path) -> None:
     """A failed save leaves older checkpoints, names the newest, and removes its own folder."""
     run = RunDir(tmp_path)
     save(run, 10)
-    with pytest.raises(CheckpointError, match=f"{run.checkpoint(10)} is complete"):
+    with pytest.raises(CheckpointError, match=f"{run.checkpoint_folder(10)} is complete"):
         save(run, 20, fails=True)
     assert [path.name for path in run.checkpoints.iterdir()] == ["step_00000010"]
 
@@ -284,4 +288,4 @@ def test_a_disk_without_room_is_told_before(
         CheckpointError, match=r"20 B are free, and a checkpoint needs 32 B. .*00010 is complete"
     ):
         save(run, 20)
-    assert not run.partial(20).exists()
+    assert not run.partial_checkpoint_folder(20).exists()

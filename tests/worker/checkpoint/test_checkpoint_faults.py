@@ -16,7 +16,12 @@ import torch
 from torch import nn
 
 from ortlaunch.errors import CheckpointError, InputError
-from ortlaunch.run_folder.folder import RunDir, read_json, write_json, write_text
+from ortlaunch.run_folder.folder import (
+    RunDir,
+    read_own_json,
+    write_json_atomically,
+    write_text_atomically,
+)
 from ortlaunch.run_folder.resume_record import FROM_THE_BEGINNING
 from ortlaunch.worker import checkpoint
 from tests import labs
@@ -53,7 +58,7 @@ def trained(run: RunDir, steps: int = 6, model: nn.Module | None = None, **polic
         "train": {"max_steps": steps},
         "optimizer": {"name": "adamw", "learning_rate": 0.01},
     }
-    write_text(run.plan, plan(recipe(**sections)).to_json())
+    write_text_atomically(run.plan, plan(recipe(**sections)).to_json())
     return train_here(run.path, model or Net(), ROWS, checkpoint={**EVERY_2, **policy}, **sections)
 
 
@@ -80,13 +85,13 @@ def test_damage_to_each_file_is_named(
     how: str, whole: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Damage to any file of a checkpoint is reported with its name, and the one before is used."""
-    files = sorted(path for path in whole.run.checkpoint(6).rglob("*") if path.is_file())
+    files = sorted(path for path in whole.run.checkpoint_folder(6).rglob("*") if path.is_file())
     assert len(files) >= 5
     for number, path in enumerate(files):
         run = copy(whole, tmp_path / str(number))
-        DAMAGE[how](run.checkpoint(6) / path.relative_to(whole.run.checkpoint(6)))
+        DAMAGE[how](run.checkpoint_folder(6) / path.relative_to(whole.run.checkpoint_folder(6)))
         capsys.readouterr()
-        assert checkpoint.choose(run, GROUP) == (4, run.checkpoint(4))
+        assert checkpoint.choose(run, GROUP) == (4, run.checkpoint_folder(4))
         said = capsys.readouterr().out
         # That one is not damaged, but was never completed.
         if path.name == "COMPLETE" and how == "lost":
@@ -94,7 +99,7 @@ def test_damage_to_each_file_is_named(
             continue
         # The manifest and COMPLETE verify each other, so damage of either names the manifest.
         names = ("manifest.json",) if path.name in ("manifest.json", "COMPLETE") else (path.name,)
-        assert said.startswith(f"{run.checkpoint(6)} is damaged: ")
+        assert said.startswith(f"{run.checkpoint_folder(6)} is damaged: ")
         assert all(name in said for name in names)
         assert "set aside as step_00000006.broken" in said
 
@@ -103,7 +108,7 @@ def test_after_damage_the_same_steps_are_taken_again(whole: Trained, tmp_path: P
     """After damage, a run repeats the steps from the checkpoint before, to the same weights."""
     run = copy(whole, tmp_path)
     # The largest file has the weights.
-    flip(max(run.checkpoint(6).iterdir(), key=lambda path: path.stat().st_size))
+    flip(max(run.checkpoint_folder(6).iterdir(), key=lambda path: path.stat().st_size))
     again = trained(run)
     assert all(
         torch.equal(a, b) for a, b in zip(again.model.parameters(), whole.model.parameters())
@@ -114,9 +119,11 @@ def test_after_damage_the_same_steps_are_taken_again(whole: Trained, tmp_path: P
 def test_a_damaged_step_that_was_asked_for(whole: Trained, tmp_path: Path) -> None:
     """`--resume 6` accepts no other step."""
     run = copy(whole, tmp_path)
-    replace(FROM_THE_BEGINNING, exact=True, step=6, checkpoint=str(run.checkpoint(6))).write(run)
-    assert checkpoint.choose(run, GROUP) == (6, run.checkpoint(6))
-    os.truncate(run.checkpoint(6) / "manifest.json", 3)
+    replace(FROM_THE_BEGINNING, exact=True, step=6, checkpoint=str(run.checkpoint_folder(6))).write(
+        run
+    )
+    assert checkpoint.choose(run, GROUP) == (6, run.checkpoint_folder(6))
+    os.truncate(run.checkpoint_folder(6) / "manifest.json", 3)
     with pytest.raises(
         CheckpointError, match=r"^the checkpoint of step 6 was requested .*, and it is damaged$"
     ):
@@ -130,23 +137,27 @@ def test_another_runs_damaged_checkpoint_stays_where_it_is(
     """Another run's damaged checkpoint is reported, and nothing in that run is renamed."""
     other = copy(whole, tmp_path / "other")
     new = RunDir(tmp_path / "new")
-    os.truncate(other.checkpoint(6) / "manifest.json", 3)
+    os.truncate(other.checkpoint_folder(6) / "manifest.json", 3)
     replace(
-        FROM_THE_BEGINNING, exact=exact, step=6, checkpoint=str(other.checkpoint(6)), source="other"
+        FROM_THE_BEGINNING,
+        exact=exact,
+        step=6,
+        checkpoint=str(other.checkpoint_folder(6)),
+        source="other",
     ).write(new)
     # The one requested step has no substitute; without the request, an older one is used.
     if exact:
         with pytest.raises(CheckpointError, match="No complete checkpoint was found in other"):
             checkpoint.choose(new, GROUP)
     else:
-        assert checkpoint.choose(new, GROUP) == (4, other.checkpoint(4))
-        assert f"  skipped: {other.checkpoint(6)} is damaged" in capsys.readouterr().out
+        assert checkpoint.choose(new, GROUP) == (4, other.checkpoint_folder(4))
+        assert f"  skipped: {other.checkpoint_folder(6)} is damaged" in capsys.readouterr().out
         resumed = trained(new, 6)
         assert resumed.state.step == 6
         assert all(
             torch.equal(a, b) for a, b in zip(resumed.model.parameters(), whole.model.parameters())
         )
-    assert (other.checkpoint(6) / "COMPLETE").exists()
+    assert (other.checkpoint_folder(6) / "COMPLETE").exists()
 
 
 @pytest.mark.parametrize("allow", [[], ["data"]])
@@ -157,7 +168,7 @@ def test_changed_data_are_found_by_those_who_read_them(
     run = copy(whole, tmp_path)
     # The path is absolute, as in resume.json.
     replace(
-        FROM_THE_BEGINNING, allow=tuple(allow), step=6, checkpoint=str(run.checkpoint(6))
+        FROM_THE_BEGINNING, allow=tuple(allow), step=6, checkpoint=str(run.checkpoint_folder(6))
     ).write(run)
     found = checkpoint.choose(run, GROUP)
     assert found is not None
@@ -182,10 +193,12 @@ def test_an_evaluation_takes_weights_whatever_they_would_be_trained_on(
 ) -> None:
     """An evaluation accepts changed training data, if the run keeps tokenizer and labels."""
     run = copy(whole, tmp_path)
-    replace(FROM_THE_BEGINNING, step=6, checkpoint=str(run.checkpoint(6))).write(run)
-    write_text(run.plan, run.plan.read_text().replace('"task": "train"', '"task": "evaluate"'))
+    replace(FROM_THE_BEGINNING, step=6, checkpoint=str(run.checkpoint_folder(6))).write(run)
+    write_text_atomically(
+        run.plan, run.plan.read_text().replace('"task": "train"', '"task": "evaluate"')
+    )
     if keeps:
-        write_json(run.vocabulary, {})
+        write_json_atomically(run.vocabulary, {})
     found = checkpoint.choose(run, GROUP)
     assert found is not None
     made = recipe(train={"max_steps": 6}, optimizer={"name": "adamw", "learning_rate": 0.01})
@@ -248,7 +261,7 @@ def test_a_full_disk(policy: str, disk: Path, capsys: pytest.CaptureFixture[str]
     assert {path.name for path in run.checkpoints.iterdir()} <= {"step_00000002", "step_00000008"}
     assert checkpoint.choose(run, GROUP) == (
         (2 if policy == "stop" else 8),
-        run.checkpoint(2 if policy == "stop" else 8),
+        run.checkpoint_folder(2 if policy == "stop" else 8),
     )
 
 
@@ -277,5 +290,5 @@ def test_a_disk_that_turns_read_only(disk: Path, tmp_path: Path) -> None:
 
     with pytest.raises(CheckpointError, match=r"Read-only file system.*00002 is complete$"):
         trained(run, 6, Net(before))
-    assert checkpoint.newest(run) == (2, run.checkpoint(2))
-    assert read_json(run.checkpoint(2) / "manifest.json")["step"] == 2
+    assert checkpoint.newest(run) == (2, run.checkpoint_folder(2))
+    assert read_own_json(run.checkpoint_folder(2) / "manifest.json")["step"] == 2

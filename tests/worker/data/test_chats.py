@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from ortlaunch.cache import take_notes
+from ortlaunch.cache import take_cache_notes
 from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.worker.data.chat_rows import chats_read
 from ortlaunch.worker.data.chats import ANSWER, Conversations, tokenized_chats
@@ -157,7 +157,7 @@ def test_samples_have_one_length(tmp_path: Path) -> None:
     samples = Conversations(documents, 40, pad=2, name="data.train")
     assert len(samples) == 2
     longer = int((np.diff(documents.ends, prepend=0) > 40).sum())
-    assert take_notes() == [
+    assert take_cache_notes() == [
         f"data.train: {longer} of 3 chats are longer than data.sequence_length (40) and cut "
         "off; 1 without an answer before that are left out"
     ]
@@ -191,7 +191,7 @@ def test_answers_are_looked_for_in_little_memory() -> None:
         tracemalloc.stop()
     assert samples.kept.tolist() == list(range(0, 3000, 3))
     # The notes of this test must not appear in the next one.
-    take_notes()
+    take_cache_notes()
 
 
 def test_prompt_and_response(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from ortlaunch.cache import take_notes
+from ortlaunch.cache import take_cache_notes
 from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.worker.data import corpus as corpus_module
 from ortlaunch.worker.data import token_cache as tokens_module
@@ -448,9 +448,9 @@ def test_changed_tokens_are_made_anew(tmp_path: Path, monkeypatch: pytest.Monkey
     # Two of four tokens.
     path.write_bytes(path.read_bytes()[:8])
     assert tokens_module.tokenized_documents(source, Letters(), False).tokens[:].tolist() == before
-    assert take_notes() == [f"{path}: has 8 bytes, and had 16; rebuilt"]
+    assert take_cache_notes() == [f"{path}: has 8 bytes, and had 16; rebuilt"]
     assert tokens_module.tokenized_documents(source, Letters(), False).tokens[:].tolist() == before
-    assert take_notes() == []
+    assert take_cache_notes() == []
 
 
 def test_more_documents_than_fit_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models
 
-from ortlaunch.cache import take_notes
+from ortlaunch.cache import take_cache_notes
 from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.worker.data import (
     IGNORED,
@@ -366,7 +366,7 @@ def test_labels_of_a_trained_model(
     ]
     samples = labelled(tmp_path / "x.jsonl", "\n".join(map(json.dumps, rows)), kind)
     classes = len(known) or 3
-    take_notes()
+    take_cache_notes()
     if isinstance(expected, str):
         with pytest.raises(DataError, match=re.escape(expected)):
             number_as_trained(samples, known, classes)
@@ -376,7 +376,7 @@ def test_labels_of_a_trained_model(
     # Class numbers of classes with names may be a mistake.
     noted = ["data: labels are whole numbers and no class names; they are read as class numbers: "
              "0 is 'bad'"]  # fmt: skip
-    assert take_notes() == (noted if known is NAMED else [])
+    assert take_cache_notes() == (noted if known is NAMED else [])
 
 
 def test_names_of_numbers_in_another_order(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from transformers import WhisperFeatureExtractor
 
-from ortlaunch.cache import take_notes
+from ortlaunch.cache import take_cache_notes
 from ortlaunch.errors import InputError
 from ortlaunch.recipe import Recipe
 from ortlaunch.worker.data import LoadedData, collate
@@ -91,7 +91,7 @@ def test_an_image_folder_is_that_of_datasets(images: Path, processors: Path) -> 
             # Half of the images are grey; a model of three channels takes none of them.
             pixels = processor(row["image"].convert("RGB"), return_tensors="pt").pixel_values[0]
             assert torch.equal(sample["pixel_values"], pixels)
-    assert take_notes() == [f"{images}/train/cat: 1 files are no images and are not read"]
+    assert take_cache_notes() == [f"{images}/train/cat: 1 files are no images and are not read"]
     assert config_of(recipe, data).id2label == {0: "cat", 1: "dog", 2: "emu"}
     names = [data.class_names[number] for number in splits["train"]["label"]]
     assert class_counts(data) == Counter(names)
@@ -243,9 +243,9 @@ def test_an_empty_transcript_is_noted(processors: Path, tmp_path: Path) -> None:
     """A recording of silence may be meant, a text that is missing is not."""
     write_sound(tmp_path / "a.wav", 0.5)
     (tmp_path / "metadata.csv").write_text("file_name,transcription\na.wav,one\na.wav,\n")
-    take_notes()
+    take_cache_notes()
     assert len(LoadedData(sound_recipe(tmp_path, processors)).train) == 2
-    assert any("csv:3: the transcript is empty (1 of 2 are)" in text for text in take_notes())
+    assert any("csv:3: the transcript is empty (1 of 2 are)" in text for text in take_cache_notes())
 
 
 @pytest.mark.usefixtures("own_cache")

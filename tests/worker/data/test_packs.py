@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from ortlaunch.cache import take_notes
+from ortlaunch.cache import take_cache_notes
 from ortlaunch.recipe.fields.data import HeldOut
 from ortlaunch.worker.data import IGNORED, Conversations, Mixture, collate
 from ortlaunch.worker.data.chats import ANSWER
@@ -55,7 +55,7 @@ def test_nothing_is_cut_and_documents_are_apart() -> None:
     """Each chat is in one pack with its labels, at positions from 0; padding has no label."""
     alone = chats()
     packs = Packs(alone, LENGTH, "data.train")
-    assert take_notes()[-1] == (
+    assert take_cache_notes()[-1] == (
         "data.train: 11 chats are packed into 5 samples of 24 tokens, 85.8% of them filled"
     )
     found = []
@@ -105,7 +105,7 @@ def batches() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Return the same chats as one batch of rows, and as one of packs."""
     alone = chats()
     packs = Packs(alone, LENGTH, "data.train")
-    take_notes()
+    take_cache_notes()
     both = (collate([of.sample(index, 0) for index in range(len(of))]) for of in (alone, packs))
     first, second = both
     return first, second

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from ortlaunch import cache
-from ortlaunch.cache import take_notes
+from ortlaunch.cache import take_cache_notes
 from ortlaunch.recipe.fields.data import Corpus
-from ortlaunch.run_folder.folder import is_temporary
+from ortlaunch.run_folder.folder import is_temporary_file
 from ortlaunch.worker.data import shards
 from ortlaunch.worker.data import token_cache as tokens
 from tests.worker.data.test_corpus import Letters
@@ -138,7 +138,7 @@ def test_a_temporary_file_of_a_killed_process_is_removed(
         killed.start()
         killed.join(60)
     assert killed.exitcode == -signal.SIGKILL
-    assert [path for path in cache_files.iterdir() if is_temporary(path)]
+    assert [path for path in cache_files.iterdir() if is_temporary_file(path)]
     assert len(tokens.tokenized_documents(source, Letters(), True).tokens) > 0
     assert {path.suffix for path in cache_files.iterdir()} == {".ends", ".lock", ".seal", ".u32"}
 
@@ -208,7 +208,7 @@ def test_a_shard_that_changed_is_named_and_made_anew(
     path = sorted((Path(os.environ["ORTLAUNCH_CACHE"]) / "tokens").glob("*.u32"))[2]
     path.write_bytes(b"?" * path.stat().st_size)
     assert tokens.tokenized_documents(source, Letters(), True).tokens[0:1000].tolist() == whole
-    assert take_notes() == [f"{path}: differs from the recorded checksum; rebuilt"]
+    assert take_cache_notes() == [f"{path}: differs from the recorded checksum; rebuilt"]
 
 
 def test_ids_are_the_tokenizers_own(source: Corpus, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ortlaunch.cache import take_notes
+from ortlaunch.cache import take_cache_notes
 from ortlaunch.errors import InputError
 from ortlaunch.recipe.fields.data import Data
 from ortlaunch.worker.data import tokenizer as tokenizer_module
@@ -150,7 +150,7 @@ def test_a_word_without_end(kind: str, sign: str, corpus: Path) -> None:
     corpus.write_text(word)
     made = load_tokenizer(data(corpus, {"train": kind, "vocab_size": 420}))
     assert len(made) <= 420
-    assert {*take_notes()} == {
+    assert {*take_cache_notes()} == {
         "data.tokenizer: words of more than 1,000 characters were cut to train it"
     }
 
@@ -189,7 +189,7 @@ def test_a_changed_tokenizer_is_trained_again(corpus: Path) -> None:
     text = changed.read_text()
     changed.write_text(text.replace('"a"', '"A"', 1))
     assert load_tokenizer(chosen).get_vocab() == first.get_vocab()
-    assert take_notes() == [f"{changed}: differs from the recorded checksum; rebuilt"]
+    assert take_cache_notes() == [f"{changed}: differs from the recorded checksum; rebuilt"]
 
 
 def test_from_a_folder(corpus: Path, tmp_path: Path) -> None:

@@ -139,8 +139,8 @@ def test_a_trained_tokenizer_stays(tmp_path: Path) -> None:
     assert goes_on_with(run, chosen) is None
     other = LoadedData(chosen).tokenizer.get_vocab()
     assert other != first.tokenizer.get_vocab()
-    run.checkpoint(2).mkdir(parents=True)
-    (run.checkpoint(2) / "COMPLETE").touch()
+    run.checkpoint_folder(2).mkdir(parents=True)
+    (run.checkpoint_folder(2) / "COMPLETE").touch()
     then = LoadedData(chosen, vocabulary=goes_on_with(run, chosen)).tokenizer
     assert then.backend_tokenizer.to_str() == first.tokenizer.backend_tokenizer.to_str()
     assert then.special_tokens_map == first.tokenizer.special_tokens_map
@@ -165,8 +165,8 @@ def test_a_damaged_tokenizer_names_its_remedy(tmp_path: Path, damage: bytes | No
         "masked-lm", {"config": BERT}, {"train": {"format": "text", "path": [str(corpus)]}}
     )
     run = RunDir(tmp_path / "run")
-    run.checkpoint(2).mkdir(parents=True)
-    (run.checkpoint(2) / "COMPLETE").touch()
+    run.checkpoint_folder(2).mkdir(parents=True)
+    (run.checkpoint_folder(2) / "COMPLETE").touch()
     keep(run, chosen, LoadedData(chosen).tokenizer, [], 0)
     before = run.vocabulary.stat().st_mtime_ns
     # The next start leaves it alone.
@@ -188,7 +188,9 @@ def test_a_run_that_goes_on_from_another(tmp_path: Path) -> None:
     run.path.mkdir()
     chosen = classifier(tmp_path, [*NEWS])
     keep(other, chosen, None, [*NEWS], 3)
-    replace(FROM_THE_BEGINNING, checkpoint=str(other.checkpoint(4)), source=str(other)).write(run)
+    replace(
+        FROM_THE_BEGINNING, checkpoint=str(other.checkpoint_folder(4)), source=str(other)
+    ).write(run)
     found = goes_on_with(run, chosen)
     assert found is not None
     assert dict(found.labels) == NEWS

@@ -20,7 +20,7 @@ from ortlaunch.launch_plan import Plan
 from ortlaunch.rank import Rank
 from ortlaunch.recipe import Recipe, load, parse_resolved, read_resolved, to_yaml
 from ortlaunch.run_folder.device_folder import DeviceFolder
-from ortlaunch.run_folder.folder import RunDir, read_json
+from ortlaunch.run_folder.folder import RunDir, read_own_json
 from ortlaunch.worker.checkpoint.restore import Shards
 from ortlaunch.worker.checkpoint.tensor_file import read_range
 from ortlaunch.worker.data import LoadedData, collate
@@ -466,11 +466,11 @@ def test_a_checkpoint_returns_to_its_run(
         path.name for path in run.tokenizer.iterdir()
     ]
     state = load_state(artifacts.checkpoint)
-    shards = Shards(back.checkpoint(2))
+    shards = Shards(back.checkpoint_folder(2))
     trained = [name for kind, name in shards.pieces if kind == "weight"]
-    described = read_json(artifacts.description)["parameters"]
+    described = read_own_json(artifacts.description)["parameters"]
     assert sorted(trained) == sorted(each["name"] for each in described if each["trained"])
-    before = Shards(run.checkpoint(2))
+    before = Shards(run.checkpoint_folder(2))
     for name in trained:
         (_, entry), = shards.pieces["weight", name]  # fmt: skip
         (_, old), = before.pieces["weight", name]  # fmt: skip
@@ -478,7 +478,7 @@ def test_a_checkpoint_returns_to_its_run(
         assert np.array_equal(weights, state.parameters[name].data)
         assert not torch.equal(weights, read_range(old, 0, old.elements).view(old.shape))
     # The export is the model that the device evaluates.
-    whole = getattr(transformers, read_json(back.export / "config.json")["architectures"][0])
+    whole = getattr(transformers, read_own_json(back.export / "config.json")["architectures"][0])
     exported = whole.from_pretrained(back.export).eval()
     batch = collate([data.train.sample(0, 0)])
     device = Device(artifacts, artifacts.checkpoint).evaluate(batch)
@@ -503,7 +503,7 @@ def test_frozen_weights_are_compared_in_float32(tmp_path: Path) -> None:
     run.recipe.write_text(to_yaml(shorter.model_copy(update={"precision": "bf16"})))
     run.plan.write_text(replace(Plan.read(run.plan), deepspeed={"bf16": {}}).to_json())
     import_checkpoint(artifacts, artifacts.checkpoint, run, 1, RunDir(tmp_path / "back"))
-    assert RunDir(tmp_path / "back").checkpoint(1).exists()
+    assert RunDir(tmp_path / "back").checkpoint_folder(1).exists()
 
 
 def test_weights_that_differ_from_the_run_are_refused(tmp_path: Path) -> None:
@@ -517,7 +517,7 @@ def test_weights_that_differ_from_the_run_are_refused(tmp_path: Path) -> None:
     device = Device(artifacts, artifacts.checkpoint)
     name = next(
         each["name"]
-        for each in read_json(artifacts.description)["parameters"]
+        for each in read_own_json(artifacts.description)["parameters"]
         if not each["trained"]
     )
     device.state.parameters[name] = device.state.parameters[name].data + np.float32(1)

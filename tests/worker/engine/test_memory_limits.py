@@ -64,7 +64,7 @@ def test_the_machine_is_shared_by_its_ranks() -> None:
     """Each of two ranks of a host may use half of the free memory."""
     alone, shared = (RankLimits(torch.device("cpu"), ranks).limits[0] for ranks in (1, 2))
     assert shared.free == pytest.approx(alone.free / 2, rel=0.1)
-    assert 0 < alone.free <= alone.size == machine.memory_limits()[0].size
+    assert 0 < alone.free <= alone.size == machine.memory_limits()[0].total_bytes
 
 
 TAKES = """
@@ -106,7 +106,7 @@ from ortlaunch.worker.engine.memory_limits import RankLimits
 options.settle_deepcopy(torch.nn.Linear(2, 2), Settings())
 limits = {limit.name: limit.size for limit in RankLimits(torch.device("cpu"), 1).limits}
 exported = options.report()["deepcopy_before_export"]
-planned = machine.tightest_limit()
+planned = machine.smallest_memory_limit()
 print(json.dumps([planned.name, planned.size, limits[planned.name], exported["limit"], exported["limit_bytes"]]))
 """
 

@@ -25,7 +25,7 @@ from ortlaunch.planning.prediction import (
 )
 from ortlaunch.recipe import load
 from ortlaunch.resolve import shipped
-from ortlaunch.run_folder.folder import write_json
+from ortlaunch.run_folder.folder import write_json_atomically
 from ortlaunch.worker.engine import prediction
 from ortlaunch.worker.engine.prediction import count, measure
 from ortlaunch.worker.model.model import LossModule
@@ -148,7 +148,7 @@ def test_a_prediction_in_doubt_is_not_printed(
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path))
     model, batch = llama()
     busy = iter((["sort (7): 98% of a core"], []))
-    monkeypatch.setattr(machine, "others_at_work", lambda: next(busy))
+    monkeypatch.setattr(machine, "busy_processes", lambda: next(busy))
     kinds = {kind for kind, *_ in count(RECIPE, model, batch, CPU, 1).work}
     rates = {kind: [(1.0, 1.0)] for kind in kinds}
     # Measuring takes seconds and is test_rates_cover_all_kinds_of_work's.
@@ -170,7 +170,7 @@ def test_runs_correct_predictions(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path))
     plan = makers.plan(RECIPE)
     engines = {name: {"seconds": 3.0, "memory": 1} for name in ("eager", "ort")}
-    write_json(path(RECIPE, plan), {"engines": engines, "others": []})
+    write_json_atomically(path(RECIPE, plan), {"engines": engines, "others": []})
     record_step(RECIPE, plan, "eager", 0.3)
     found = cached(RECIPE, plan)
     assert found is not None

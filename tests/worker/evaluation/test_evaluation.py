@@ -19,7 +19,7 @@ from torch.nn import functional
 from ortlaunch.errors import InputError
 from ortlaunch.rank import Rank
 from ortlaunch.recipe.fields.best import KeepBest
-from ortlaunch.run_folder.folder import RunDir, read_json
+from ortlaunch.run_folder.folder import RunDir, read_own_json
 from ortlaunch.worker.data import IGNORED, Batches, OwnSamples, collate
 from ortlaunch.worker.engine.engine import build_engine
 from ortlaunch.worker.evaluation.entities import spans
@@ -348,7 +348,7 @@ def test_classes_on_any_ranks(task: str, tmp_path: Path) -> None:
             assert found["classification_accuracy"] == pytest.approx(right)
             assert found["f1_macro"] == pytest.approx(f1_by_hand(given, meant))
         names = ["LABEL_0", "LABEL_1", "LABEL_2"]
-        assert read_json(session.run.confusion) == {"classes": names, "counts": counts}
+        assert read_own_json(session.run.confusion) == {"classes": names, "counts": counts}
 
 
 def test_numbers_on_any_ranks() -> None:

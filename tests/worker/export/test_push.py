@@ -15,7 +15,7 @@ from ortlaunch.commands.export import ExportOptions, export
 from ortlaunch.errors import InputError, LaunchError, OrtlaunchError, RunError
 from ortlaunch.recipe import to_yaml
 from ortlaunch.run_folder.engine_report import EngineChoice
-from ortlaunch.run_folder.folder import RunDir, write_json, write_text
+from ortlaunch.run_folder.folder import RunDir, write_json_atomically, write_text_atomically
 from ortlaunch.worker.export.export import huggingface
 from ortlaunch.worker.export.model_card import model_card
 from ortlaunch.worker.export.push import check, push
@@ -38,17 +38,17 @@ def run(tmp_path: Path) -> RunDir:
     model = {"task": "masked-lm", "pretrained": "google/bert"}
     # A secret, and a value that would end a Markdown fence.
     made = bert(data=data, model=model, launch={"env": {"MY_TOKEN": "secret", "FENCE": "```"}})
-    write_text(run.recipe, to_yaml(made))
-    write_text(run.metrics, "".join(json.dumps(line) + "\n" for line in LINES))
-    write_json(run.engine, engine_report("ort", onnxruntime=onnxruntime()).to_json())
-    write_text(run.exported(4, "huggingface") / "model.safetensors", "weights")
-    write_text(run.exported(4, "huggingface") / "config.json", "{}")
+    write_text_atomically(run.recipe, to_yaml(made))
+    write_text_atomically(run.metrics, "".join(json.dumps(line) + "\n" for line in LINES))
+    write_json_atomically(run.engine, engine_report("ort", onnxruntime=onnxruntime()).to_json())
+    write_text_atomically(run.export_folder(4, "huggingface") / "model.safetensors", "weights")
+    write_text_atomically(run.export_folder(4, "huggingface") / "config.json", "{}")
     return run
 
 
 def test_the_card(run: RunDir) -> None:
     """The card has readable metadata, the checkpoint's metrics, and the recipe without secrets."""
-    text = str(model_card(run, 4, "me/model", run.exported(4, "huggingface")))
+    text = str(model_card(run, 4, "me/model", run.export_folder(4, "huggingface")))
     card = ModelCard(text)
     data = card.data.to_dict()
     assert (data["base_model"], data["datasets"], data["pipeline_tag"]) == (
@@ -68,8 +68,8 @@ def test_the_card(run: RunDir) -> None:
     # A run that fell back has no passes of ONNX Runtime to count.
     assert "passes that fell back to PyTorch: 0" in text
     choice = EngineChoice("ort", "eager", "no such operator")
-    write_json(run.engine, engine_report("ort", engine=choice).to_json())
-    text = str(model_card(run, 4, "me/model", run.exported(4, "huggingface")))
+    write_json_atomically(run.engine, engine_report("ort", engine=choice).to_json())
+    text = str(model_card(run, 4, "me/model", run.export_folder(4, "huggingface")))
     assert "engine: eager (asked: ort)" in text
     assert "passes that fell back" not in text
 
@@ -77,7 +77,7 @@ def test_the_card(run: RunDir) -> None:
 def test_an_upload(run: RunDir, hub: Hub, capfd: pytest.CaptureFixture[str]) -> None:
     """An upload creates a private repository with export and card, and never prints the token."""
     check("me/model")
-    said = push("me/model", run, 4, run.exported(4, "huggingface"))
+    said = push("me/model", run, 4, run.export_folder(4, "huggingface"))
     assert (said.startswith(hub.address), hub.created[0]["name"], hub.created[0]["visibility"]) == (
         True,
         "model",
@@ -97,14 +97,14 @@ def test_an_export_that_is_there_is_uploaded(
     run: RunDir, hub: Hub, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The command uploads an existing export, and keeps the user's own card."""
-    folder = run.exported(4, "huggingface")
-    write_text(folder / "README.md", "mine")
-    write_text(
+    folder = run.export_folder(4, "huggingface")
+    write_text_atomically(folder / "README.md", "mine")
+    write_text_atomically(
         run.exports,
         json.dumps({"step": 4, "format": "huggingface", "folder": str(folder.absolute())}) + "\n",
     )
-    write_text(run.plan, "{}")
-    write_text(run.checkpoint(4) / "COMPLETE", "")
+    write_text_atomically(run.plan, "{}")
+    write_text_atomically(run.checkpoint_folder(4) / "COMPLETE", "")
     assert export(run, ExportOptions(push="me/model"), ("stdout", "stderr")) == folder
     assert f"pushed: {hub.address}" in capfd.readouterr().out
     assert hub.files["README.md"] == b"mine"
@@ -135,8 +135,8 @@ def adapters(folder: Path) -> None:
 
 def test_an_upload_of_adapters(run: RunDir, hub: Hub) -> None:
     """The card of adapters is the run's, not peft's template, with the same metadata."""
-    adapters(run.exported(9, "huggingface"))
-    push("me/model", run, 9, run.exported(9, "huggingface"))
+    adapters(run.export_folder(9, "huggingface"))
+    push("me/model", run, 9, run.export_folder(9, "huggingface"))
     card = ModelCard(hub.files["README.md"].decode())
     data = card.data.to_dict()
     assert (data["base_model"], data["library_name"], data["pipeline_tag"]) == (
@@ -151,8 +151,8 @@ def test_an_upload_of_adapters(run: RunDir, hub: Hub) -> None:
 def test_a_card_beside_adapters_is_left_alone(run: RunDir) -> None:
     """The user's own card beside adapters is kept."""
     # peft would write into it.
-    folder = run.exported(9, "huggingface")
-    write_text(folder / "README.md", "mine")
+    folder = run.export_folder(9, "huggingface")
+    write_text_atomically(folder / "README.md", "mine")
     adapters(folder)
     assert ((folder / "README.md").read_text(), (folder / "adapter_config.json").exists()) == (
         "mine",
@@ -200,9 +200,9 @@ def test_a_refusal_ends_the_command(
 ) -> None:
     """A refusal is an error with status 2 before an export is made, and nothing is printed."""
     hub.refuses = 401
-    write_text(run.plan, "{}")
-    write_text(run.checkpoint(9) / "COMPLETE", "")
+    write_text_atomically(run.plan, "{}")
+    write_text_atomically(run.checkpoint_folder(9) / "COMPLETE", "")
     with pytest.raises(RunError, match=r"^--push me/model:") as raised:
         export(run, ExportOptions(push="me/model"))
     assert (raised.value.exit_status, capfd.readouterr()) == (2, ("", ""))
-    assert not run.exported(9, "huggingface").exists()
+    assert not run.export_folder(9, "huggingface").exists()

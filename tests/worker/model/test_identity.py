@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ortlaunch.errors import CheckpointError, InputError
-from ortlaunch.run_folder.folder import RunDir, write_text
+from ortlaunch.run_folder.folder import RunDir, write_text_atomically
 from ortlaunch.run_folder.resume_record import FROM_THE_BEGINNING
 from ortlaunch.worker import checkpoint
 from ortlaunch.worker.data import OwnSamples
@@ -58,10 +58,10 @@ def test_another_base_needs_a_word(
     # Another seed or other packages give another base.
     run = RunDir(tmp_path)
     sections = {"train": {"max_steps": 1}}
-    write_text(run.plan, plan(recipe(**sections)).to_json())
+    write_text_atomically(run.plan, plan(recipe(**sections)).to_json())
     train_here(run.path, Adapted(1), ROWS, **sections)
     replace(
-        FROM_THE_BEGINNING, allow=tuple(allow), step=1, checkpoint=str(run.checkpoint(1))
+        FROM_THE_BEGINNING, allow=tuple(allow), step=1, checkpoint=str(run.checkpoint_folder(1))
     ).write(run)
     found = checkpoint.choose(run, GROUP)
     assert found is not None

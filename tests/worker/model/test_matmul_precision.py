@@ -71,7 +71,7 @@ class Counted(TorchDispatchMode):
 @pytest.fixture
 def units(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A function that sets the matrix units of this processor."""
-    return lambda *names: monkeypatch.setattr(machine, "matrix_units", lambda: list(names))
+    return lambda *names: monkeypatch.setattr(machine, "bfloat16_matmul_units", lambda: list(names))
 
 
 def test_it_holds_for_a_while() -> None:
@@ -93,8 +93,8 @@ def test_the_bits_of_a_product_are_measured() -> None:
     with matmul_precision("medium"):
         found = describe("medium", CPU)
     assert found.in_force == "medium"
-    assert found.mantissa_bits == (7 if "amx_bf16" in machine.matrix_units() else 23)
-    assert (found.gains_nothing is None) == ("amx_bf16" in machine.matrix_units())
+    assert found.mantissa_bits == (7 if "amx_bf16" in machine.bfloat16_matmul_units() else 23)
+    assert (found.gains_nothing is None) == ("amx_bf16" in machine.bfloat16_matmul_units())
 
 
 @pytest.mark.parametrize(("names", "word", "said"), [
@@ -109,7 +109,7 @@ def test_a_plan_says_what_it_brings(
 ) -> None:
     """A plan reports the effect of the precision on this host's processor, without torch."""
     units(*names)
-    assert machine.matmul_effect(word, "cpu").startswith(said)
+    assert machine.matmul_precision_effect(word, "cpu").startswith(said)
     notes = resolved(
         engine={"name": "eager", "matmul_precision": word}, launch={"device": "cpu"}
     ).notes
@@ -148,8 +148,8 @@ def processor(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A function that sets the processor and the mantissa bits of its matmuls at medium."""
 
     def be(name: str, flags: set[str], bits: int = 23) -> None:
-        monkeypatch.setattr(machine, "_processor", lambda: name)
-        monkeypatch.setattr(machine, "_flags", lambda: flags)
+        monkeypatch.setattr(machine, "_processor_name", lambda: name)
+        monkeypatch.setattr(machine, "_processor_flags", lambda: flags)
         monkeypatch.setattr(
             "ortlaunch.worker.model.matmul_precision.mantissa_bits", lambda device: bits
         )

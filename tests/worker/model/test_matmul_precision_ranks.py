@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ortlaunch import machine, recipe
-from ortlaunch.run_folder.folder import RunDir, write_text
+from ortlaunch.run_folder.folder import RunDir, write_text_atomically
 from tests.makers import host, plan
 from tests.makers import recipe as made
 from tests.ort import needs_ort
@@ -61,9 +61,9 @@ def found(
                 engine={"name": name, "matmul_precision": word, **({"onednn": False} if word == "highest" else {})},
             )  # fmt: skip
             run = RunDir(folder / f"{name}-{i}")
-            write_text(run.recipe, recipe.to_yaml(asked))
+            write_text_atomically(run.recipe, recipe.to_yaml(asked))
             planned = plan(asked, [host("localhost", 2)], launcher="torchrun")
-            write_text(
+            write_text_atomically(
                 # The module of the model is in this folder.
                 run.plan,
                 planned.to_json().replace('"modules": "here"', f'"modules": "{folder}"'),
@@ -91,5 +91,5 @@ def test_medium_is_in_force_in_every_rank_and_off_again(
         assert (again["gradients"], again["product"]) == (first["gradients"], first["product"])
         assert medium["told"]["in_force"] == "medium"
         assert medium["told"]["mantissa_bits"] == (
-            7 if "amx_bf16" in machine.matrix_units() else 23
+            7 if "amx_bf16" in machine.bfloat16_matmul_units() else 23
         )

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.run_folder.lost import Lost
+from ortlaunch.run_folder.lost import LostHost
 from ortlaunch.worker.supervision import lost_host
 from ortlaunch.worker.supervision.interface import has_link
 from ortlaunch.worker.supervision.lost_host import LostHosts, answers, end_launcher
@@ -43,7 +43,7 @@ def test_a_host_of_silent_ranks_that_does_not_answer(asked: list[str]) -> None:
     found = LostHosts("a", 0).detect(BEATS, ADDRESSES)
     # Host c is not probed, because one of its ranks is not silent.
     why = "no heartbeat from it for 10 s, and 10.0.0.2 answers no connection"
-    assert (found, asked) == (Lost(1, "b", why), ["10.0.0.2"])
+    assert (found, asked) == (LostHost(1, "b", why), ["10.0.0.2"])
     # Host b is silent for 6 s only.
     assert LostHosts("a", 0).detect((beat(0, "a", 99.0), beat(1, "b", 6.0)), ADDRESSES) is None
 
@@ -53,7 +53,7 @@ def test_the_host_whose_link_is_down_names_itself(
 ) -> None:
     """Both sides of a broken link write into the run folder, and must name the same host."""
     monkeypatch.setattr(lost_host, "link_that_is_down", lambda peer: "eth0")
-    assert LostHosts("a", 7).detect(BEATS, ADDRESSES) == Lost(
+    assert LostHosts("a", 7).detect(BEATS, ADDRESSES) == LostHost(
         7, "a", "its network interface eth0 has no link"
     )
 
@@ -80,8 +80,8 @@ def test_a_refused_connection_is_an_answer() -> None:
 def test_the_first_word_stays(tmp_path: Path) -> None:
     """The record of a second lost host does not replace the first."""
     run = RunDir(tmp_path)
-    Lost(1, "b", "it went").write(run)
-    Lost(0, "a", "another story").write(run)
+    LostHost(1, "b", "it went").write_unless_recorded(run)
+    LostHost(0, "a", "another story").write_unless_recorded(run)
     record = json.loads(run.lost.read_text())
     assert (
         record["summary"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ortlaunch.run_folder.folder import RunDir, read_json, write_text
+from ortlaunch.run_folder.folder import RunDir, read_own_json, write_text_atomically
 from ortlaunch.worker.supervision import failure
 from tests.makers import host, plan, recipe
 from tests.worker.guarded import guarded, write_plan
@@ -27,28 +27,31 @@ def test_a_good_life(rank: int, run: RunDir) -> None:
     ended = guarded(run, "", rank)
     assert (ended.status, ended.record) == (0, None)
     assert (ended.out, ended.err) == (("to stdout\n", "to stderr\n") if rank == 0 else ("", ""))
-    assert run.log(rank, "out").read_text() == "to stdout\n"
-    assert run.log(rank, "err").read_text() == "to stderr\n"
+    assert run.rank_log_path(rank, "out").read_text() == "to stdout\n"
+    assert run.rank_log_path(rank, "err").read_text() == "to stderr\n"
 
 
 def test_all_ranks_are_shown_where_that_is_asked_for(run: RunDir) -> None:
     """With `log.ranks: all`, each line has its host and rank in front; the logs are unchanged."""
     made = plan(recipe(log={"ranks": "all"}), [host("localhost", 2)], "torchrun")
-    write_text(run.plan, made.to_json())
+    write_text_atomically(run.plan, made.to_json())
     ended = guarded(run, "print('more')")
     name = f"{os.uname().nodename} rank 1: "
     assert (ended.out, ended.err) == (f"{name}to stdout\n{name}more\n", f"{name}to stderr\n")
-    assert run.log(1, "out").read_text() == "to stdout\nmore\n"
+    assert run.rank_log_path(1, "out").read_text() == "to stdout\nmore\n"
 
 
 def test_a_log_on_a_full_disk_ends_nothing(run: RunDir) -> None:
     """A rank whose log is on a full disk continues, and the gap is reported once."""
     run.logs.mkdir(parents=True)
     # A device whose writes fail with ENOSPC.
-    run.log(1, "out").symlink_to("/dev/full")
+    run.rank_log_path(1, "out").symlink_to("/dev/full")
     ended = guarded(run, "print('more', flush=True); time.sleep(0.2); print('again', flush=True)")
     assert (ended.status, ended.record) == (0, None)
-    assert ended.err == f"ortlaunch: {run.log(1, 'out')} is not complete: No space left on device\n"
+    assert (
+        ended.err
+        == f"ortlaunch: {run.rank_log_path(1, 'out')} is not complete: No space left on device\n"
+    )
 
 
 @pytest.mark.parametrize("life", ["raise ValueError('planted' * 10_000)", "os._exit(5)"])
@@ -58,7 +61,10 @@ def test_how_a_rank_ends_on_a_full_disk(life: str, run: RunDir) -> None:
     assert ended.record is not None
     assert ended.status == ended.record["exit_status"] == (5 if "5" in life else 1)
     assert ended.record["summary"].startswith("rank 1 on host")
-    assert {path.name for path in run.errors.iterdir()} == {run.error(1).name, run.accounts.name}
+    assert {path.name for path in run.errors.iterdir()} == {
+        run.rank_error_path(1).name,
+        run.accounts.name,
+    }
 
 
 NO_SPACE = "raise OSError(28, 'No space left on device', '/data/x')"
@@ -80,7 +86,7 @@ def test_the_traceback_is_recorded_and_logged(run: RunDir) -> None:
     assert record is not None
     assert record["traceback"].startswith("Traceback (most recent call last):")
     assert record["traceback"].rstrip().endswith("ValueError: planted")
-    assert record["traceback"] in run.log(1, "err").read_text()
+    assert record["traceback"] in run.rank_log_path(1, "err").read_text()
 
 
 def test_an_error_for_the_user_has_no_traceback(run: RunDir) -> None:
@@ -105,7 +111,7 @@ def test_everything_said_is_logged(run: RunDir) -> None:
     """Output larger than a pipe, written just before the end, is complete in the log."""
     ended = guarded(run, "sys.stdout.write('x' * 300_000); sys.stdout.flush(); os._exit(5)")
     assert ended.status == 5
-    assert run.log(1, "out").read_text() == "to stdout\n" + "x" * 300_000 + "\n"
+    assert run.rank_log_path(1, "out").read_text() == "to stdout\n" + "x" * 300_000 + "\n"
 
 
 LIVE = "print('\\x1b]ortlaunch;step 1\\x07', end=''); print('\\x1b[1mloss\\x1b[0m', flush=True)"
@@ -116,7 +122,7 @@ def test_the_live_line_is_on_the_terminal_alone(width: str, run: RunDir) -> None
     """Logs hold plain lines only; a terminal also shows rank 0's live line until the end."""
     ended = guarded(run, LIVE, rank=0, ORTLAUNCH_PROGRESS=width)
     # Without the escape sequences of the live line and of the bold text.
-    assert run.log(0, "out").read_text() == "to stdout\nloss\n"
+    assert run.rank_log_path(0, "out").read_text() == "to stdout\nloss\n"
     assert ended.out.replace("\r\x1b[Kstep 1", "").replace("\r\x1b[K", "") == "to stdout\nloss\n"
     assert ended.out.endswith("\r\x1b[Kstep 1\r\x1b[K") is (width == "80")
 
@@ -124,12 +130,12 @@ def test_the_live_line_is_on_the_terminal_alone(width: str, run: RunDir) -> None
 def test_logs_of_a_continued_run_go_on(run: RunDir) -> None:
     """A second start in a folder appends to the logs, and changes their time at once."""
     guarded(run, "")
-    log = run.log(1, "err")
+    log = run.rank_log_path(1, "err")
     # An old time of the file.
     os.utime(log, (1, 1))
     # The rank prints nothing, so only its start changes the time.
     guarded(run, "", QUIET="1")
-    assert run.log(1, "out").read_text() == "to stdout\n" * 2
+    assert run.rank_log_path(1, "out").read_text() == "to stdout\n" * 2
     assert log.read_text() == "to stderr\n"
     assert log.stat().st_mtime > 1
 
@@ -178,7 +184,7 @@ def test_a_long_record_fits_the_reserved_space(tmp_path: Path) -> None:
     texts = {name: name + "é" * 70_000 for name in ("message", "detail", "folded")}
     failure._fill(spare, {"rank": 1, **texts, "traceback": "é" * 50_000 + "the last line"}, 32_000)
     assert spare.stat().st_size <= 32_000
-    record = read_json(spare)
+    record = read_own_json(spare)
     assert (record["rank"], record["message"][:8], record["detail"][:7]) == (
         1,
         "messageé",

@@ -13,7 +13,7 @@ import pytest
 
 from ortlaunch.process import process_space
 from ortlaunch.rank import LAUNCHER_VARIABLE
-from ortlaunch.run_folder.folder import RunDir, write_json, write_text
+from ortlaunch.run_folder.folder import RunDir, write_json_atomically, write_text_atomically
 from ortlaunch.worker.supervision import rank_supervisor
 from ortlaunch.worker.supervision.child import Child
 from tests.worker.guarded import guarded, write_plan
@@ -33,7 +33,7 @@ LISTENS = (
     "time.sleep(0.3)"
 )
 # Another rank has recorded its failure.
-FAILED = "other = RunDir(sys.argv[2]); other.count_account(); open(other.error(0), 'w').close()"
+FAILED = "other = RunDir(sys.argv[2]); other.count_error_record(); open(other.rank_error_path(0), 'w').close()"
 EXITS = "signal.signal(15, lambda *_: sys.exit(3))"
 # Code of the rank: (status of the supervisor, and of the record: exit status, type, secondary,
 # words of its summary). Signals: 2 INT, 9 KILL, 10 USR1, 11 SEGV, 12 USR2, 15 TERM, 19 STOP.
@@ -221,15 +221,15 @@ def test_how_a_rank_ends(life: str, run: RunDir) -> None:
     assert ended.record["summary"].startswith(
         f"rank 1 on host {os.uname().nodename} (local rank 1) "
     )
-    assert ended.record["summary"].endswith(f"; log: {run.log(1, 'err')}")
+    assert ended.record["summary"].endswith(f"; log: {run.rank_log_path(1, 'err')}")
     assert words in ended.record["summary"]
 
 
 def test_a_save_that_outlives_its_grace_is_run_again(run: RunDir) -> None:
     """A save that outlives its grace period ends with 85, so that a queue starts the run again."""
-    write_text(run.checkpoint(4) / "COMPLETE", "")
+    write_text_atomically(run.checkpoint_folder(4) / "COMPLETE", "")
     for number, status in ((signal.SIGTERM, 85), (signal.SIGINT, 130)):
-        run.error(1).unlink(missing_ok=True)
+        run.rank_error_path(1).unlink(missing_ok=True)
         ended = guarded(
             run, f"{LISTENS}; os.kill(os.getppid(), {number:d}); time.sleep(9)\ntime.sleep(9)"
         )
@@ -268,8 +268,8 @@ def test_a_rank_that_prints_without_end_is_read_in_turns(monkeypatch: pytest.Mon
 
 # Another rank has recorded a stop.
 STOPPED = (
-    "other = RunDir(sys.argv[2]); other.count_account(); "
-    "write_json(other.error(0), {'cause': 'stopped', 'secondary': False})"
+    "other = RunDir(sys.argv[2]); other.count_error_record(); "
+    "write_json_atomically(other.rank_error_path(0), {'cause': 'stopped', 'secondary': False})"
 )
 
 
@@ -284,7 +284,7 @@ def test_a_rank_that_was_stopped_is_no_echo_of_its_peers(run: RunDir) -> None:
     child.pass_on(signal.SIGUSR1)
     # The rank is dead, and its supervisor has not been notified yet.
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    write_json(run.error(0), {"type": "RuntimeError", "secondary": True})
+    write_json_atomically(run.rank_error_path(0), {"type": "RuntimeError", "secondary": True})
     child.pass_on(signal.SIGTERM)
     assert child.poll() == signal.SIGUSR1
     assert (child.ended_by_us, child.first_signal) == (False, signal.SIGUSR1)
@@ -294,7 +294,7 @@ def test_a_rank_that_was_stopped_is_no_echo_of_its_peers(run: RunDir) -> None:
 def test_srun_leaves_ranks_alone(others: str, status: int, run: RunDir) -> None:
     """Under srun, a rank does not wait for one that failed or stopped, and ends in the same way."""
     write_plan(run, "inside")
-    life = f"from ortlaunch.run_folder.folder import write_json; {others}; time.sleep(9)"
+    life = f"from ortlaunch.run_folder.folder import write_json_atomically; {others}; time.sleep(9)"
     ended = guarded(run, life, OTHERS="0.3")
     assert ended.record is not None
     assert (ended.status, ended.record["secondary"]) == (status, status < 0)
@@ -327,7 +327,7 @@ def test_a_signal_to_all_processes_is_one_that_was_asked(run: RunDir) -> None:
     ended = guarded(run, start)
     assert ended.record is not None
     assert (ended.status, ended.record["secondary"]) == (-15, True)
-    assert run.stop_mark(1).read_text().startswith("15 ")
+    assert run.signal_mark_path(1).read_text().startswith("15 ")
 
 
 @pytest.mark.parametrize(("launcher", "status"), [("mpi", 0), ("torchrun", 0), ("inside", 85)])
@@ -384,7 +384,7 @@ def test_that_a_rank_was_asked_is_known_at_once(run: RunDir) -> None:
         run,
         f"{IGNORE}; os.kill(os.getppid(), 15); time.sleep(0.1); os.kill(os.getppid(), 9); time.sleep(9)",
     )
-    number, when = run.stop_mark(1).read_text().split()
+    number, when = run.signal_mark_path(1).read_text().split()
     assert (int(number), float(when) > 0) == (signal.SIGTERM, True)
 
 
@@ -473,7 +473,9 @@ def test_a_pod_that_ends_for_anothers_fault(
     run.failure_printed.parent.mkdir(parents=True)
     run.failure_printed.touch()
     if others == "a fault":
-        write_json(run.error(0), {"secondary": False, "exit_status": 1, "rank": 0})
+        write_json_atomically(
+            run.rank_error_path(0), {"secondary": False, "exit_status": 1, "rank": 0}
+        )
     elif others:
-        write_text(run.checkpoint(3) / "COMPLETE", "")
+        write_text_atomically(run.checkpoint_folder(3) / "COMPLETE", "")
     assert guarded(run, life, ORTLAUNCH_JOB=f"kubernetes:default/{job}/x").status == status

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ortlaunch.rank import Rank
-from ortlaunch.run_folder.folder import RunDir, write_text
+from ortlaunch.run_folder.folder import RunDir, write_text_atomically
 from ortlaunch.worker.supervision import heartbeats, stall_rules
 from ortlaunch.worker.supervision.heartbeats import Exchange, beat_seconds
 from ortlaunch.worker.supervision.pulse import (
@@ -360,7 +360,7 @@ def test_the_main_threads_innermost_frames_are_shown() -> None:
 def test_which_tasks_are_watched(task: str, limit: float, tmp_path: Path) -> None:
     """Tasks whose ranks run by themselves are watched; variants of a bench wait for their turns."""
     run = RunDir(tmp_path)
-    write_text(run.plan, replace(plan(recipe()), task=task).to_json())
+    write_text_atomically(run.plan, replace(plan(recipe()), task=task).to_json())
     watchdog = Watchdog(Rank(0, 1, 0, 1), run)
     watchdog.apply_setting(30.0)
     assert watchdog.pulse.limit == limit

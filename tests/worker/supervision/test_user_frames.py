@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from ortlaunch.diagnose.report import with_verdict
-from ortlaunch.launch.failure import explain_end
-from ortlaunch.run_folder.folder import RunDir, write_text
+from ortlaunch.launch.failure import classify_run_end
+from ortlaunch.run_folder.folder import RunDir, write_text_atomically
 from ortlaunch.worker.supervision.user_frames import described, folded, raised_at
 from tests.worker.guarded import guarded, write_plan
 
@@ -107,14 +107,14 @@ def test_the_verdict_names_the_users_line(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "crash_model.py").write_text(SOURCE)
     run = RunDir(Path("run"))
     write_plan(run, "local")
-    write_text(run.request, "")
+    write_text_atomically(run.request, "")
     load = (
         "import importlib.util as u; s = u.spec_from_file_location('c', 'crash_model.py'); "
         "m = u.module_from_spec(s)"
     )
     guarded(run, f"{load}; s.loader.exec_module(m); m.library()")
-    end = explain_end(run, 1)
+    end = classify_run_end(run, 1)
     text = with_verdict(run, end)
     assert "(char 1), at crash_model.py:9\n" in text
     assert "decoder.py" not in text
-    assert "decoder.py" in run.log(1, "err").read_text()
+    assert "decoder.py" in run.rank_log_path(1, "err").read_text()

@@ -210,13 +210,13 @@ def test_a_longer_schedule_tells_its_jump(
         sections = {"checkpoint": {"every_steps": 2}, "log": {"every_steps": 1}}
         trained = train_here(tmp_path, Line(), ROWS, train={"max_steps": steps}, **sections)
         if lost:
-            shutil.rmtree(trained.run.checkpoint(lost))
+            shutil.rmtree(trained.run.checkpoint_folder(lost))
     rates = dict(trained.values("learning_rate"))
     said = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("step ")]
     assert [rates[step] for step in (4, 5)] == pytest.approx([0.025, 0.05])
     assert said == [
-        f"resumed after step 2 from {trained.run.checkpoint(2)}",
-        f"resumed after step 4 from {trained.run.checkpoint(4)}",
+        f"resumed after step 2 from {trained.run.checkpoint_folder(2)}",
+        f"resumed after step 4 from {trained.run.checkpoint_folder(4)}",
         "learning rate: 0.025 at step 4, 0.05 at step 5: optimizer.learning_rate, or the length or "
         "type of the schedule, has changed",
     ]

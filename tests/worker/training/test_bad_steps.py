@@ -185,7 +185,7 @@ def test_what_was_left_out_is_not_another_orders(
     """With another seed, the positions that were left out hold other samples, which are used."""
     done = trained(tmp_path, "loss", None, on_nonfinite="rollback")
     for step in (4, 6):
-        shutil.rmtree(done.run.checkpoint(step))
+        shutil.rmtree(done.run.checkpoint_folder(step))
     # The message is printed once, and not by the next start.
     for said in (1, 0):
         capsys.readouterr()

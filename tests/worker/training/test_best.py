@@ -121,7 +121,7 @@ def test_the_export_is_of_the_best_where_that_is_asked_for(
     last = found.model.weight.detach().clone()
     there = LossModule(Line())
     finish(sessions[-1], found.state.step, found.state.best)
-    load_weights(found.run.checkpoint(2), there)
+    load_weights(found.run.checkpoint_folder(2), there)
     assert torch.equal(found.model.weight, there.model.weight)
     assert not torch.equal(found.model.weight, last)
 

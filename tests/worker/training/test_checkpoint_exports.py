@@ -11,7 +11,7 @@ import pytest
 
 from ortlaunch.run_folder.export_records import ExportLine
 from ortlaunch.run_folder.folder import COMPLETE, RunDir
-from ortlaunch.run_folder.lines import append_line, json_lines
+from ortlaunch.run_folder.lines import append_json_line, read_json_lines
 from ortlaunch.run_folder.records import as_json
 from ortlaunch.worker.checkpoint.saving import prune
 from ortlaunch.worker.supervision.progress import Progress
@@ -21,8 +21,8 @@ from tests.makers import recipe
 
 def checkpoints(run: RunDir, *steps: int) -> None:
     for step in steps:
-        run.checkpoint(step).mkdir(parents=True)
-        (run.checkpoint(step) / COMPLETE).touch()
+        run.checkpoint_folder(step).mkdir(parents=True)
+        (run.checkpoint_folder(step) / COMPLETE).touch()
 
 
 def exports(run: RunDir) -> CheckpointExports:
@@ -46,7 +46,7 @@ def test_what_cannot_begin(
     monkeypatch.setattr(subprocess, "Popen", no_memory)
     run = RunDir(tmp_path)
     checkpoints(run, 1, 2)
-    run.exported(2, "huggingface").mkdir(parents=True)
+    run.export_folder(2, "huggingface").mkdir(parents=True)
     writing = exports(run)
     # The user's export counts as made at a start; a newer checkpoint of that step has none.
     assert [*writing.waiting] == [(1, "huggingface")]
@@ -57,9 +57,9 @@ def test_what_cannot_begin(
     assert "step 1 as huggingface: [Errno 12] Cannot allocate memory" in out
     assert "exists already, by `ortlaunch export`; training is not affected" in out
     assert "step 3 as huggingface: left out: checkpoint.keep has removed it" in out
-    assert [line["step"] for line in json_lines(run.exports).found] == [1, 2]
+    assert [line["step"] for line in read_json_lines(run.exports).values] == [1, 2]
     assert failures(run) == 2
-    assert run.exported(2, "huggingface").exists()
+    assert run.export_folder(2, "huggingface").exists()
 
 
 def test_only_automatic_exports_are_deleted(tmp_path: Path) -> None:
@@ -67,13 +67,13 @@ def test_only_automatic_exports_are_deleted(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     checkpoints(run, 1, 2, 3)
     for step, form, automatic in ((1, "onnx", True), (1, "huggingface", False), (3, "onnx", True)):
-        run.exported(step, form).mkdir(parents=True)
+        run.export_folder(step, form).mkdir(parents=True)
         # The run folder has been moved since.
         line = ExportLine(
-            step, form, f"/moved/{run.exported(step, form).name}", automatic=automatic
+            step, form, f"/moved/{run.export_folder(step, form).name}", automatic=automatic
         )
-        append_line(run.exports, as_json(line))
-    run.exported(2, "onnx").with_name("step_00000002_onnx.partial").mkdir()
+        append_json_line(run.exports, as_json(line))
+    run.export_folder(2, "onnx").with_name("step_00000002_onnx.partial").mkdir()
     prune(run, 1, None)
     left = sorted(path.name for path in (tmp_path / "exports").iterdir())
     assert left == ["step_00000001", "step_00000003_onnx"]

@@ -21,7 +21,7 @@ from torch import nn
 
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.folder import PROGRESS_VARIABLE, RunDir
-from ortlaunch.units import duration
+from ortlaunch.units import clock_duration
 from ortlaunch.worker.data.batches import TokenCount
 from ortlaunch.worker.engine import flops
 from ortlaunch.worker.engine.flops import flops_per_token, measured_peak_flops
@@ -334,7 +334,7 @@ def test_a_tracker_that_hangs_is_left_behind(
 )
 def test_duration(seconds: float, text: str) -> None:
     """A duration has hours only if there are any."""
-    assert duration(seconds) == text
+    assert clock_duration(seconds) == text
 
 
 # ---------------------------------------------------------------- floating point operations

@@ -11,7 +11,7 @@ import torch
 
 from ortlaunch.errors import CheckpointError, NotSaved
 from ortlaunch.rank import Rank
-from ortlaunch.run_folder.folder import RunDir, write_json, write_text
+from ortlaunch.run_folder.folder import RunDir, write_json_atomically, write_text_atomically
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.supervision.requests import RankRequest
 from ortlaunch.worker.training.stopping import saved_for, stop
@@ -42,13 +42,13 @@ def test_a_folder_that_is_not_writable(session: Any) -> None:
 
 def test_a_save_that_failed_and_was_told(session: Any) -> None:
     """A stop whose save failed under checkpoint.on_failure: continue ends without stopped.json."""
-    write_json(session.run.stop_request, {"by": "`ortlaunch stop`"})
+    write_json_atomically(session.run.stop_request, {"by": "`ortlaunch stop`"})
     with pytest.raises(
         NotSaved, match=r"^stopped by `ortlaunch stop`, and nothing was saved: see NOT SAVED above"
     ) as caught:
         stop(session, RankRequest.STOP, 3)
     assert (caught.value.exit_status, session.run.stopped.exists()) == (138, False)
     # With the checkpoint of this step, stopped.json is written.
-    write_text(session.run.checkpoint(3) / "COMPLETE", "")
+    write_text_atomically(session.run.checkpoint(3) / "COMPLETE", "")
     assert stop(session, RankRequest.STOP, 3) is RankRequest.STOP
     assert '"exit_status": 85' in session.run.stopped.read_text()

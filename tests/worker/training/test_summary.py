@@ -20,7 +20,7 @@ from ortlaunch.run_folder.engine_report import (
     OptimizerChoice,
     OptimizerGroup,
 )
-from ortlaunch.run_folder.folder import RunDir, write_json, write_text
+from ortlaunch.run_folder.folder import RunDir, write_json_atomically, write_text_atomically
 from ortlaunch.worker.engine.binding import Bound
 from ortlaunch.worker.training.finish import _loaded_by, summarize
 from ortlaunch.worker.training.summary import late_notes, outcome_lines, plan_lines
@@ -60,8 +60,10 @@ def test_a_summary_without_metrics(tmp_path: Path, capsys: pytest.CaptureFixture
     """Without metrics.jsonl, the summary has the other values, and the gap is printed."""
     # As if a user had removed it while the run trained.
     run = RunDir(tmp_path)
-    write_json(run.checkpoint(3) / "manifest.json", {"step": 3, "samples": 24, "files": {}})
-    write_text(run.checkpoint(3) / "COMPLETE", "")
+    write_json_atomically(
+        run.checkpoint_folder(3) / "manifest.json", {"step": 3, "samples": 24, "files": {}}
+    )
+    write_text_atomically(run.checkpoint_folder(3) / "COMPLETE", "")
     found = summarize(run, 10, {"training": 2.0})
     assert (found.steps, found.samples, found.loss, found.training_seconds) == (3, 24, None, 2.0)
     assert (

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 
-from ortlaunch.cache import note
+from ortlaunch.cache import add_cache_note
 from ortlaunch.worker.data.reading import DataError, MissingData, Row, read_file
 
 _METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
@@ -71,5 +71,7 @@ def _files_of_class(folder: str) -> list[str]:
         told = f"is a class and has no files ({', '.join(_FILES)}) alone"
         raise DataError(f"{folder}: {told}; {''.join(inner[:1])}metadata.csv may name classes")
     if len(found) < len(entries):
-        note(f"{folder}: {len(entries) - len(found):,} files are no images and are not read")
+        add_cache_note(
+            f"{folder}: {len(entries) - len(found):,} files are no images and are not read"
+        )
     return found

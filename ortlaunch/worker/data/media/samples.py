@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ortlaunch.cache import note
+from ortlaunch.cache import add_cache_note
 from ortlaunch.errors import InputError
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.data import Corpus
@@ -94,7 +94,7 @@ class Recordings:
             for row in found
         ]
         if empty := [row.place for row in found if not text_of(row, source).strip()]:
-            note(f"{empty[0]}: the transcript is empty ({len(empty):,} of {len(found):,} are); "
+            add_cache_note(f"{empty[0]}: the transcript is empty ({len(empty):,} of {len(found):,} are); "
                  "leave such rows out, unless silence is meant")  # fmt: skip
         for path, _ in self.rows:
             _sound(path, self.processor, 0)

@@ -5,7 +5,7 @@ huggingface_hub, transformers and `datasets` wrap one refusal in errors of their
 
 from __future__ import annotations
 
-from ortlaunch.errors import chain_of, first_line
+from ortlaunch.errors import error_chain, first_message_line
 
 _ABSENT = {"RepositoryNotFoundError", "DatasetNotFoundError"}
 _UNREACHABLE = {"OfflineModeIsEnabled", "LocalEntryNotFoundError", "ConnectionError"}
@@ -22,8 +22,8 @@ def hub_reason(error: BaseException, repository: str, kind: str = "", writes: bo
     """
     from huggingface_hub import constants, get_token
 
-    names = {each.__name__ for part in chain_of(error) for each in type(part).__mro__}
-    answers = (getattr(each, "server_message", None) for each in chain_of(error))
+    names = {each.__name__ for part in error_chain(error) for each in type(part).__mro__}
+    answers = (getattr(each, "server_message", None) for each in error_chain(error))
     answer = " ".join(next(filter(None, answers), "").split())
     name, _, revision = repository.partition("@")
     page = f"{constants.ENDPOINT}/{kind}{name}"
@@ -39,7 +39,7 @@ def hub_reason(error: BaseException, repository: str, kind: str = "", writes: bo
             "for other hosts launch.forward: [HF_TOKEN]"
         )
     if not names & _UNREACHABLE:
-        return answer or first_line(error)
+        return answer or first_message_line(error)
     state = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{page} is not reached"
     mend = f"type once where there is a network: hf download {name}"
     # Tokens of a commit are found without a network.
@@ -49,5 +49,5 @@ def hub_reason(error: BaseException, repository: str, kind: str = "", writes: bo
 
 def hub_status(error: BaseException) -> int:
     """Return the HTTP status of the hub's answer; 0 if there is none."""
-    answers = (getattr(each, "response", None) for each in chain_of(error))
+    answers = (getattr(each, "response", None) for each in error_chain(error))
     return max((getattr(answer, "status_code", 0) for answer in answers), default=0)

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 from typing import Any, BinaryIO, TypeVar
 
-from ortlaunch.errors import MissingDependency, first_line
-from ortlaunch.units import duration
+from ortlaunch.errors import MissingDependency, first_message_line
+from ortlaunch.units import clock_duration
 from ortlaunch.worker.data.reading import DataError, RemoteFile
 from ortlaunch.worker.data.streams.hub import hub_reason, hub_status
 
@@ -39,11 +39,11 @@ def remote_files(pattern: str) -> list[RemoteFile]:
         system, path = fsspec.url_to_fs(pattern)
     except ImportError as error:
         raise MissingDependency(
-            f'{pattern}: {first_line(error)}; type: pip install "ortlaunch[stream]"'
+            f'{pattern}: {first_message_line(error)}; type: pip install "ortlaunch[stream]"'
         ) from None
     except ValueError as error:
         raise DataError(
-            f"{pattern}: {first_line(error)}; http, https, s3 and hf are usual"
+            f"{pattern}: {first_message_line(error)}; http, https, s3 and hf are usual"
         ) from None
 
     def listed() -> list[tuple[str, int | None]]:
@@ -104,7 +104,7 @@ def _with_retries(url: str, request: Callable[[], _Value]) -> _Value:
             reason = _reason(url, real)
             if pause is None or _is_final(real):
                 raise DataError(f"{url}: cannot be read: {reason}") from error
-        print(f"{url}: {reason:.200}; the next attempt is in {duration(pause)}", flush=True)
+        print(f"{url}: {reason:.200}; the next attempt is in {clock_duration(pause)}", flush=True)
         time.sleep(pause)
     raise AssertionError("the last attempt returns or raises")
 
@@ -112,7 +112,7 @@ def _with_retries(url: str, request: Callable[[], _Value]) -> _Value:
 def _reason(url: str, error: BaseException) -> str:
     protocol, _, path = url.partition("://")
     if protocol != "hf":
-        return f"{type(error).__name__}: {first_line(error)}"
+        return f"{type(error).__name__}: {first_message_line(error)}"
     kind = "datasets/" if path.startswith("datasets/") else ""
     return hub_reason(error, "/".join(path.removeprefix(kind).split("/")[:2]), kind)
 

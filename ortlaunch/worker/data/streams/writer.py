@@ -21,8 +21,13 @@ from numpy.typing import NDArray
 
 from ortlaunch.errors import DamagedFile, InputError
 from ortlaunch.recipe.fields.data import Corpus
-from ortlaunch.run_folder.file_sums import difference, flushed
-from ortlaunch.run_folder.folder import is_temporary, read_json, write_json, write_text
+from ortlaunch.run_folder.file_sums import difference_from_record, flush_and_checksum_files
+from ortlaunch.run_folder.folder import (
+    is_temporary_file,
+    read_own_json,
+    write_json_atomically,
+    write_text_atomically,
+)
 from ortlaunch.worker.data.corpus import texts_of
 from ortlaunch.worker.data.order import permutation
 from ortlaunch.worker.data.reading import DataError, NoRows, Row, read_file
@@ -91,7 +96,7 @@ def path_of(folder: Path, number: int, ending: str = ".json") -> Path:
 def read_window(path: Path) -> Window | None:
     """Return the record of a window; None if it is absent."""
     try:
-        found = read_json(path)
+        found = read_own_json(path)
         return Window(Position(*found["begin"]), Position(*found["after"]))
     except (FileNotFoundError, *_DAMAGED):
         return None
@@ -100,8 +105,10 @@ def read_window(path: Path) -> Window | None:
 def is_intact(path: Path) -> bool:
     """Return whether the files of a window are as its record has them, after a power failure."""
     try:
-        files = read_json(path)["files"]
-        return not any(difference(path.with_name(name), file) for name, file in files.items())
+        files = read_own_json(path)["files"]
+        return not any(
+            difference_from_record(path.with_name(name), file) for name, file in files.items()
+        )
     # Another process may just delete the window.
     except (FileNotFoundError, *_DAMAGED):
         return False
@@ -159,7 +166,9 @@ class StreamWriter:
             text = str(error) if isinstance(error, InputError) else repr(error)
             # At the end of a process the folder may be gone.
             with contextlib.suppress(OSError):
-                write_text(self.folder / FAILED, text) if not self._stopped.is_set() else None
+                write_text_atomically(
+                    self.folder / FAILED, text
+                ) if not self._stopped.is_set() else None
 
     def _locked(self, file: IO[str]) -> None:
         """Write while this process has the lock; a host that shares the folder writes for all."""
@@ -170,7 +179,7 @@ class StreamWriter:
             except OSError:
                 self._stopped.wait(_POLL_SECONDS)
         # What a killed process left, and windows before the resumed one.
-        for path in filter(is_temporary, self.folder.iterdir()):
+        for path in filter(is_temporary_file, self.folder.iterdir()):
             path.unlink(missing_ok=True)
         self._delete(self.begin.number)
         position = self.begin
@@ -220,8 +229,10 @@ class StreamWriter:
                 values.tofile(partial)
                 partial.replace(path_of(self.folder, window.begin.number, ending))
             path = path_of(self.folder, window.begin.number)
-            files = flushed(self.folder, [path.with_suffix(end).name for end in (TOKENS, ENDS)])
-            write_json(path, {**window._asdict(), "files": files})
+            files = flush_and_checksum_files(
+                self.folder, [path.with_suffix(end).name for end in (TOKENS, ENDS)]
+            )
+            write_json_atomically(path, {**window._asdict(), "files": files})
             yield window
 
 
