@@ -97,18 +97,23 @@ def ours(turn: Turn, stepper: Any, folder: Path) -> int:
     """Time ortlaunch's save, its check against the manifest, and its load; return the bytes."""
     from ortlaunch.run_folder.folder import RunDir
     from ortlaunch.worker import checkpoint
-    from ortlaunch.worker.checkpoint.verify import damage
+    from ortlaunch.worker.checkpoint.verify import checkpoint_damage
 
     run = RunDir(folder / "ours")
     state = {"step": 1, "samples": 1}
     turn.time(
-        "ours: save, flushed", lambda: checkpoint.save(run, {}, turn.group, stepper, 1, state)
+        "ours: save, flushed",
+        lambda: checkpoint.save_checkpoint(run, {}, turn.group, stepper, 1, state),
     )
     found = size_of(run.checkpoint_folder(1))
-    turn.time("ours: check of sums", lambda: damage(run.checkpoint_folder(1), turn.group))
+    turn.time(
+        "ours: check of sums", lambda: checkpoint_damage(run.checkpoint_folder(1), turn.group)
+    )
     turn.time(
         "ours: load",
-        lambda: checkpoint.load(run.checkpoint_folder(1), stepper.named_state(), turn.group),
+        lambda: checkpoint.load_checkpoint(
+            run.checkpoint_folder(1), stepper.named_state(), turn.group
+        ),
     )
     return found
 
@@ -154,8 +159,8 @@ def trained(
     """Time steps with a synchronous save after the first, an asynchronous one, or none."""
     from ortlaunch.run_folder.folder import RunDir
     from ortlaunch.worker import checkpoint
-    from ortlaunch.worker.checkpoint.background import Background
-    from ortlaunch.worker.checkpoint.transaction import snapshot, write
+    from ortlaunch.worker.checkpoint.background import BackgroundTask
+    from ortlaunch.worker.checkpoint.transaction import take_agreed_snapshot, write_snapshot
 
     run = RunDir(folder / way)
     state = {"step": 1, "samples": 1}
@@ -163,7 +168,7 @@ def trained(
 
     def whole(taken: Any) -> None:
         began = time.perf_counter()
-        write(run, {}, apart, taken, 1, 1)
+        write_snapshot(run, {}, apart, taken, 1, 1)
         turn.seconds.setdefault("async: written within", []).append(time.perf_counter() - began)
 
     def act() -> None:
@@ -171,20 +176,22 @@ def trained(
         for i in range(steps):
             step(stepper, width)
             if i == 0 and way == "sync":
-                checkpoint.save(run, {}, turn.group, stepper, 1, state)
+                checkpoint.save_checkpoint(run, {}, turn.group, stepper, 1, state)
             if i == 0 and way == "async":
                 began = time.perf_counter()
-                taken = snapshot(run, turn.group, stepper, 1, state, copied=True)
+                taken = take_agreed_snapshot(
+                    run, turn.group, stepper, 1, state, copies_to_host=True
+                )
                 turn.seconds.setdefault("async: copy in memory", []).append(
                     time.perf_counter() - began
                 )
-                written = Background(functools.partial(whole, taken))
+                written = BackgroundTask(functools.partial(whole, taken))
 
     # A save that is still being written at the end would be missing in the time of the steps.
     forget_peak()
     turn.time(f"steps, {way}", act)
     if written is not None:
-        turn.time("async: wait at the end", written.wait)
+        turn.time("async: wait at the end", written.wait_and_raise)
     turn.seconds.setdefault(f"peak, {way}", []).append(peak())
 
 
@@ -236,7 +243,7 @@ def rank(arguments: argparse.Namespace) -> None:
     step(stepper, width)
     turn = Turn(group)
     sizes = {}
-    apart = group.apart()
+    apart = group.duplicate_on_new_group()
     folder = Path(arguments.write).parent
     for _ in range(arguments.rounds):
         for name, way in (("ours", ours), ("deepspeed", deepspeeds), ("torch.save", torchs)):

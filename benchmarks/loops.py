@@ -162,7 +162,7 @@ def ours(gate: Gate, options: dict[str, Any], work: Callable[[Any], None] | None
     from ortlaunch.rank import Rank
     from ortlaunch.resolve.prepare import prepare
     from ortlaunch.run_folder.folder import RunDir
-    from ortlaunch.worker.__main__ import live
+    from ortlaunch.worker.__main__ import run_rank
     from ortlaunch.worker.supervision.watchdog import Watchdog
 
     run = RunDir(Path(tempfile.mkdtemp(dir=os.environ["CONTEST_FOLDER"]), "run"))
@@ -177,7 +177,7 @@ def ours(gate: Gate, options: dict[str, Any], work: Callable[[Any], None] | None
     loop.train_step = gated
     loop.run = work or loop.run
     rank = Rank.from_environ({})
-    live(run, rank, Watchdog(rank, run))
+    run_rank(run, rank, Watchdog(rank, run))
 
 
 @contextlib.contextmanager
@@ -289,10 +289,10 @@ def accelerate(gate: Gate, options: dict[str, Any]) -> None:
     import torch
     from accelerate import Accelerator, DeepSpeedPlugin
 
-    from ortlaunch.worker.engine.stepping import _only_what_training_needs
+    from ortlaunch.worker.engine.stepping import _disable_unneeded_parts
 
     # Without it DeepSpeed compiles operators for half a minute, which is not measured here.
-    _only_what_training_needs(deepspeed)
+    _disable_unneeded_parts(deepspeed)
     alone = {
         "RANK": "0",
         "LOCAL_RANK": "0",

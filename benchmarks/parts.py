@@ -126,9 +126,9 @@ def session_of(folder: Path, context: Any, *overrides: str) -> Any:
     )
     plan = make_plan(recipe, world, workload(recipe, world), modules=".", worker=["-"])
     if recipe.engine.name == "ort":
-        from ortlaunch.worker.engine.ort_settings import prepare
+        from ortlaunch.worker.engine.ort_settings import prepare_ortmodule
 
-        prepare(recipe.engine)
+        prepare_ortmodule(recipe.engine)
     from ortlaunch.worker.session import build_session
     from ortlaunch.worker.supervision.progress import Progress
 
@@ -158,19 +158,19 @@ def training_step(*, agreed: bool) -> Step:
     """A step of the tiny BERT on two ranks, with or without the agreement at its end."""
     folder = scratch()
     context = two_ranks()
-    from ortlaunch.worker.process_group.agreement import agreement
+    from ortlaunch.worker.process_group.agreement import open_agreement
     from ortlaunch.worker.tasks.train import TrainState, train_step
 
     # Eager, because the agreement does not depend on the engine and ort's start takes longer.
     session = session_of(folder, context, "engine.name=eager")
     state = TrainState()
-    manager = agreement(context)
+    manager = open_agreement(context)
     edge = manager.__enter__()
 
     def step() -> None:
         train_step(session, state, edge if agreed else None)
         if agreed:
-            edge.end()
+            edge.finish_agreement()
         # The race has no fixed number of steps, so the steps of the recipe are repeated.
         state.step = (state.step + 1) % session.recipe.train.steps
 
@@ -181,14 +181,14 @@ def training_step(*, agreed: bool) -> Step:
 def agreement_alone() -> Step:
     """Begin and end with nothing between them: the wait for the slower rank is in it."""
     context = two_ranks()
-    from ortlaunch.worker.process_group.agreement import agreement
+    from ortlaunch.worker.process_group.agreement import open_agreement
 
-    manager = agreement(context)
+    manager = open_agreement(context)
     edge = manager.__enter__()
 
     def step() -> None:
         _ = manager
-        edge.now()
+        edge.agree_now()
 
     return step
 
@@ -198,16 +198,16 @@ def marks(passed: bool) -> Step:
     from ortlaunch.worker.supervision.pulse import BACKWARD, FORWARD, READING, STEPPING, Pulse
 
     pulse = Pulse()
-    pulse.begin(0)
+    pulse.begin_steps(0)
     stages = (READING, FORWARD, BACKWARD, STEPPING) if passed else ()
 
     def step() -> float:
         began = time.process_time()
         for _ in range(10_000):
             for stage in stages:
-                pulse.at(stage)
+                pulse.begin_stage(stage)
             if passed:
-                pulse.step()
+                pulse.count_step()
         # Seconds of 10,000 steps in microseconds a step.
         return (time.process_time() - began) * 100
 
@@ -240,13 +240,18 @@ def supervisors(count: int) -> Step:
         hub.bind(("127.0.0.1", 0))
         address, port = hub.getsockname()
         for dog in dogs:
-            dog.pulse.place = {"address": address, "port": port, "host": "here", "key": "ab" * 16}
+            dog.pulse.meeting_point = {
+                "address": address,
+                "port": port,
+                "host": "here",
+                "key": "ab" * 16,
+            }
 
     def step() -> float:
         began = time.process_time()
         for _ in range(50):
             for dog, child in zip(dogs, children):
-                dog.poll(child)
+                dog.exchange_beats_and_judge(child)
             time.sleep(0.1)
         # 50 rounds of 0.1 s are 5 s.
         return (time.process_time() - began) / 5 * 1000
@@ -271,7 +276,7 @@ def beats_of(ranks: int) -> Step:
     """CPU use of rank 0 for heartbeats of simulated ranks, in % of a core; none may be silent."""
     from ortlaunch.die_with_parent import die_with_parent
     from ortlaunch.rank import Rank
-    from ortlaunch.worker.supervision.heartbeats import Exchange, beat_seconds
+    from ortlaunch.worker.supervision.heartbeats import HeartbeatExchange, heartbeat_seconds
     from ortlaunch.worker.supervision.stall_rules import Beat
 
     def beat(rank: int) -> Beat:
@@ -291,18 +296,18 @@ def beats_of(ranks: int) -> Step:
             0.1,
         )
 
-    hub = Exchange(Rank(0, ranks, 0, 8))
-    every = beat_seconds(ranks)
+    hub = HeartbeatExchange(Rank(0, ranks, 0, 8))
+    every = heartbeat_seconds(ranks)
     assert hub.socket is not None
     hub.socket.bind(("127.0.0.1", 0))
     address, port = hub.socket.getsockname()
     meeting = {"address": address, "port": port, "host": "here", "key": "ab" * 16}
-    hub.meet(meeting)
+    hub.start_sending(meeting)
     parent = os.getpid()
     if os.fork() == 0:
         die_with_parent(signal.SIGKILL, parent)  # it has this side's standard output open
-        others = Exchange(Rank(1, ranks, 1, 8))
-        others.meet(meeting)
+        others = HeartbeatExchange(Rank(1, ranks, 1, 8))
+        others.start_sending(meeting)
         began = time.monotonic()
         while True:
             for rank in range(1, ranks):
@@ -317,9 +322,9 @@ def beats_of(ranks: int) -> Step:
             time.sleep(0.1)
             hub.send_beat(beat(0))
             began = time.process_time()
-            hub.receive()
+            hub.receive_messages()
             used += time.process_time() - began
-        beats = hub.beats(beat(0)) or []
+        beats = hub.beats_to_judge(beat(0)) or []
         silent = sum(one.is_silent for one in beats)
         if len(beats) < ranks or silent:
             raise SystemExit(f"of {ranks} ranks {len(beats)} were heard, {silent} count as silent")
@@ -500,16 +505,18 @@ def corpus_in_memory(megabytes: int) -> Step:
     from ortlaunch.launch_plan import BatchPlan
     from ortlaunch.worker.data import Batches, Blocks
     from ortlaunch.worker.data.ahead import Reader
-    from ortlaunch.worker.data.shards import ShardWriter, joined
+    from ortlaunch.worker.data.shards import ShardWriter, join_shards
 
     path = scratch() / "tokens"
     generator = np.random.default_rng(0)
     shards = ShardWriter(path, 0)
     for _ in range(megabytes):
-        shards.write(generator.integers(0, 30_000, (1 << 20) // 4, dtype=np.uint32))
+        shards.append_tokens(generator.integers(0, 30_000, (1 << 20) // 4, dtype=np.uint32))
     # One micro batch a step on one rank: 32 samples of 512 tokens.
     shards.close()
-    batches = Batches(Blocks(joined(path), 512, with_mask=True), BatchPlan(32, 32, 1, 1, None), 7)
+    batches = Batches(
+        Blocks(join_shards(path), 512, with_mask=True), BatchPlan(32, 32, 1, 1, None), 7
+    )
     # Anonymous memory only: pages of the mapped file belong to the kernel's cache.
     before = memory("RssAnon")
 
@@ -562,7 +569,7 @@ def tokenized_by(way: str) -> Step:
     import datasets
 
     from ortlaunch.recipe.fields.data import Corpus, Data
-    from ortlaunch.worker.data.token_cache import tokenized_documents
+    from ortlaunch.worker.data.token_cache import tokenize_documents
     from ortlaunch.worker.data.tokenizer import load_tokenizer
 
     # Text that every Python installation has: manuals and the standard library's sources.
@@ -586,7 +593,7 @@ def tokenized_by(way: str) -> Step:
         if way == "ortlaunch":
             # An empty cache in each turn, otherwise the second one would find the tokens.
             os.environ["ORTLAUNCH_CACHE"] = str(scratch())
-            tokenized_documents(Corpus(format="text", path=(str(path),)), words, end_of_text=False)
+            tokenize_documents(Corpus(format="text", path=(str(path),)), words, end_of_text=False)
         else:
             rows = datasets.load_dataset(
                 "text",
@@ -750,7 +757,7 @@ def attending(name: str, engine: str) -> Step:
 
     from ortlaunch import machine
     from ortlaunch.ortmodule import ORTModule, Settings, options
-    from ortlaunch.worker.engine.allocator import give_back_freed_memory, keep_freed_memory
+    from ortlaunch.worker.engine.allocator import keep_freed_memory, trim_heap
     from ortlaunch.worker.model.model import LossModule
 
     keep_freed_memory(os.environ)
@@ -792,7 +799,7 @@ def attending(name: str, engine: str) -> Step:
 
     step()
     # A run does the same after the first pass of its engine.
-    give_back_freed_memory()
+    trim_heap()
     return step
 
 

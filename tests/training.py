@@ -18,12 +18,12 @@ from ortlaunch.rank import Rank
 from ortlaunch.recipe import Recipe, to_yaml
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker import __main__ as worker
-from ortlaunch.worker.checkpoint import choose
+from ortlaunch.worker.checkpoint import choose_start_checkpoint
 from ortlaunch.worker.data import Batches, OwnSamples
 from ortlaunch.worker.engine.engine import build_engine
-from ortlaunch.worker.model.identity import identity
+from ortlaunch.worker.model.identity import training_identity
 from ortlaunch.worker.model.model import LossModule
-from ortlaunch.worker.process_group.agreement import agreement
+from ortlaunch.worker.process_group.agreement import open_agreement
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.session import Session
 from ortlaunch.worker.supervision.watchdog import Watchdog
@@ -68,7 +68,7 @@ def train_here(
 ) -> Trained:  # fmt: skip
     """Train `model` on `samples` on the eager engine and the CPU; `sections` are the recipe's."""
     session = session_here(folder, model, samples, evaluation=evaluation, **sections)
-    with agreement(session.group) as agreed:
+    with open_agreement(session.group) as agreed:
         return Trained(session.run, model, train(session, agreed, CheckpointExports(session)))
 
 
@@ -100,8 +100,8 @@ def session_here(
         class_lines=list,
         recipe=made,
     )
-    found = choose(run, group)
-    known = identity(batches.samples, model)
+    found = choose_start_checkpoint(run, group)
+    known = training_identity(batches.samples, model)
     return Session(made, planned, run, group, data, batches, wrapped, engine, found, identity=known)
 
 
@@ -114,5 +114,5 @@ def run_here(folder: Path, recipe: Recipe, task: str = "train") -> RunDir:
     rank = Rank(0, 1, 0, 1)
     # A rank sets RANK and others, which would make later tests of this process ranks of a launcher.
     with mock.patch.dict(os.environ):
-        assert worker.live(run, rank, Watchdog(rank, run)) == 0
+        assert worker.run_rank(run, rank, Watchdog(rank, run)) == 0
     return run

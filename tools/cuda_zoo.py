@@ -33,7 +33,7 @@ from ortlaunch.ortmodule.build import cuda_kernels
 from ortlaunch.ortmodule.graph_repairs import bfloat16
 from ortlaunch.ortmodule.module import import_repaired
 from ortlaunch.ortmodule.torch_in_graph import torch_kernels
-from ortlaunch.worker.engine.engine import cast_parameters
+from ortlaunch.worker.engine.engine import cast_parameters_in_place
 from tests.zoo import families
 
 FAMILIES = """
@@ -79,7 +79,7 @@ def _tried(name: str, precision: str, folder: Path | None) -> str:
     task, _, family = name.partition(":")
     model, batch = families.cases(task)[family]()
     dtype = getattr(torch, precision)
-    cast_parameters(model, dtype)
+    cast_parameters_in_place(model, dtype)
     batch = {
         key: value.to(dtype) if value.is_floating_point() else value for key, value in batch.items()
     }

@@ -21,7 +21,7 @@ _POLL_SECONDS = 0.05
 _SHOWN_LINES = 20
 
 
-def option_words(options: LaunchOptions) -> list[str]:
+def launch_option_arguments(options: LaunchOptions) -> list[str]:
     """Return launch options as words of the command line."""
     values = {
         "launcher": options.launcher,
@@ -33,32 +33,32 @@ def option_words(options: LaunchOptions) -> list[str]:
     return [f"--{name}={value}" for name, value in values.items() if value is not None]
 
 
-def start_detached(
-    words: Sequence[str],
+def start_detached_command(
+    arguments: Sequence[str],
     run: RunDir,
     environ: Mapping[str, str],
-    may_measure: bool = False,
-    with_caller: bool = False,
+    may_measure_first: bool = False,
+    ends_with_caller: bool = False,
 ) -> subprocess.Popen[bytes]:
     """Start an `ortlaunch` command in a session of its own; return once its job.json is written.
 
     Args:
-        words: arguments of the command.
+        arguments: arguments of the command.
         run: its run folder, whose output.txt gets its output.
         environ: variables beside those of this process.
-        may_measure: whether the run folder's lock is enough.
-        with_caller: whether it gets SIGTERM when this process ends, also after kill -9.
+        may_measure_first: whether the run folder's lock is enough.
+        ends_with_caller: whether it gets SIGTERM when this process ends, also after kill -9.
 
     Raises:
         RunError: the command ended with an error before that.
     """
     run.path.mkdir(parents=True, exist_ok=True)
-    before = _written(run.job)
-    argv = [*start.module_command("ortlaunch"), *words]
+    previous_write_time = _write_time_ns(run.job)
+    argv = [*start.module_command("ortlaunch"), *arguments]
     with run.output.open("ab") as output:
         # No signal of a terminal or of a notebook's kernel reaches another session.
         process = subprocess.Popen(
-            [*die_with_parent_prefix(), argv[0], *argv] if with_caller else argv,
+            [*die_with_parent_prefix(), argv[0], *argv] if ends_with_caller else argv,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -67,22 +67,22 @@ def start_detached(
         )
     # Without it the ended command would be a zombie of this process.
     threading.Thread(target=process.wait, daemon=True).start()
-    while process.poll() is None and _written(run.job) == before:
+    while process.poll() is None and _write_time_ns(run.job) == previous_write_time:
         command = lock.last_command_of_run(run)
-        if may_measure and command is not None and command.pid == process.pid:
+        if may_measure_first and command is not None and command.pid == process.pid:
             break
         time.sleep(_POLL_SECONDS)
-    if process.poll() and _written(run.job) == before:
-        raise RunError(last_output(run), process.returncode)
+    if process.poll() and _write_time_ns(run.job) == previous_write_time:
+        raise RunError(last_output_lines(run), process.returncode)
     return process
 
 
-def _written(path: Path) -> int | None:
+def _write_time_ns(path: Path) -> int | None:
     """Return when a file was written; None if it does not exist."""
     return path.stat().st_mtime_ns if path.exists() else None
 
 
-def last_output(run: RunDir) -> str:
+def last_output_lines(run: RunDir) -> str:
     """Return the last lines of output.txt."""
     lines = run.output.read_text(errors="replace").splitlines()[-_SHOWN_LINES:]
     return "\n".join(lines).removeprefix("ortlaunch: ")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ortlaunch.api.detached import option_words, start_detached
-from ortlaunch.api.waiting import wait
+from ortlaunch.api.detached import launch_option_arguments, start_detached_command
+from ortlaunch.api.waiting import wait_for_run_end
 from ortlaunch.commands.evaluate import dry_run
 from ortlaunch.commands.export import chosen_step
 from ortlaunch.json_types import Json
@@ -12,19 +12,25 @@ from ortlaunch.run_folder.folder import RunDir, read_own_json
 from ortlaunch.tasks import CheckpointStep
 
 
-def evaluate(
+def evaluate_checkpoint(
     run: RunDir,
-    words: tuple[str, ...],
+    assignments: tuple[str, ...],
     step: CheckpointStep,
     options: LaunchOptions,
-    progress: bool,
+    show_progress: bool,
 ) -> Json:
     """Measure a checkpoint; arguments, result and errors are those of `Run.evaluate`."""
-    chosen = chosen_step(run, step)
+    chosen_checkpoint_step = chosen_step(run, step)
     # Errors are raised here, before anything starts.
-    dry_run(run, chosen, words, options)
-    folder = run.evaluation_folder(chosen)
-    command = ["evaluate", str(run), *words, f"--step={chosen}", *option_words(options)]
-    start_detached(command, folder, {})
-    wait(folder, progress)
+    dry_run(run, chosen_checkpoint_step, assignments, options)
+    folder = run.evaluation_folder(chosen_checkpoint_step)
+    command = [
+        "evaluate",
+        str(run),
+        *assignments,
+        f"--step={chosen_checkpoint_step}",
+        *launch_option_arguments(options),
+    ]
+    start_detached_command(command, folder, {})
+    wait_for_run_end(folder, show_progress)
     return dict(read_own_json(folder.evaluation))

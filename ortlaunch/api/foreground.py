@@ -22,7 +22,7 @@ from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.tasks import CheckpointStep
 
 
-def train(
+def train_in_foreground(
     recipe: Path,
     overrides: Sequence[str],
     options: LaunchOptions,
@@ -54,7 +54,7 @@ def train(
     return 0
 
 
-def evaluate(
+def evaluate_in_foreground(
     run: Path, step: CheckpointStep, overrides: Sequence[str], options: LaunchOptions
 ) -> int:
     """Measure a checkpoint, and return the exit status."""
@@ -72,21 +72,23 @@ def evaluation_command(
     return evaluations.dry_run(RunDir(run), step, tuple(overrides), options)
 
 
-def sweep(
+def sweep_in_foreground(
     recipe: Path, overrides: Sequence[str], options: LaunchOptions, run_dir: Path | None
 ) -> int:
     """Run the trials of a sweep, print a line for each, and return the exit status."""
     from ortlaunch.api import sweeps
 
-    for number in signals_to_handle((signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)):
-        signal.signal(number, signal.default_int_handler)
+    for signal_number in signals_to_handle((signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)):
+        signal.signal(signal_number, signal.default_int_handler)
     try:
-        ended = sweeps.sweep(recipe, *overrides, run_dir=run_dir, options=options, progress=True)
+        ended_sweep = sweeps.sweep(
+            recipe, *overrides, run_dir=run_dir, options=options, progress=True
+        )
     except KeyboardInterrupt:
         print(
             "stopped; its trials are saved or queued, and the same command continues them",
             file=sys.stderr,
         )
         return EXIT_SAVED
-    print(ended)
+    print(ended_sweep)
     return 0

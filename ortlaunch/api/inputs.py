@@ -19,7 +19,7 @@ from ortlaunch.recipe.text.python_values import plain
 from ortlaunch.resolve.shipped import locate
 from ortlaunch.user_modules import unloadable_factories
 
-Source = str | os.PathLike[str] | Mapping[str, object] | Recipe
+RecipeSource = str | os.PathLike[str] | Mapping[str, object] | Recipe
 """A recipe: a YAML file, the name of a shipped one, a mapping, or a loaded recipe."""
 
 
@@ -27,7 +27,7 @@ class LoadedRecipe(NamedTuple):
     """A recipe with its origin."""
 
     file: RecipeFile
-    given: Path
+    given_path: Path
     """The path as given."""
     path: Path
     """The file; of a mapping or a loaded recipe, a path in the folder of the user's modules."""
@@ -49,7 +49,7 @@ class Validation(NamedTuple):
         return "\n".join([f"{self.path}: valid ({self.recipe.name}{auto})", *self.notes])
 
 
-def load(source: Source, *assignments: str, **overrides: object) -> Recipe:
+def load(source: RecipeSource, *assignments: str, **overrides: object) -> Recipe:
     """Load a recipe.
 
     Args:
@@ -64,13 +64,13 @@ def load(source: Source, *assignments: str, **overrides: object) -> Recipe:
     Raises:
         RecipeError: with every problem of the recipe at once.
     """
-    loaded = read(source, assignments, overrides)
+    loaded = load_with_origin(source, assignments, overrides)
     loaded.file.recipe._folder = str(loaded.path.parent)
     return loaded.file.recipe
 
 
 def validate(
-    source: Source, *assignments: str, elsewhere: bool = False, **overrides: object
+    source: RecipeSource, *assignments: str, elsewhere: bool = False, **overrides: object
 ) -> Validation:
     """Check a recipe, and the files and functions that it names.
 
@@ -82,31 +82,36 @@ def validate(
     Raises:
         RecipeError: with every problem at once.
     """
-    loaded = read(source, assignments, overrides)
+    loaded = load_with_origin(source, assignments, overrides)
     file, folder = loaded.file, loaded.path.parent
     # These need the disk; `load` has checked everything that the text alone shows.
-    absent = (*inputs.missing_files(file.recipe), *unloadable_factories(file.recipe, folder))
-    wrong = (*inputs.wrong_contents(file.recipe), *inputs.unknown_type(file.recipe))
-    lines = [file.explain(problem) for problem in (*absent, *wrong)]
+    missing_problems = (
+        *inputs.missing_files(file.recipe),
+        *unloadable_factories(file.recipe, folder),
+    )
+    content_problems = (*inputs.wrong_contents(file.recipe), *inputs.unknown_type(file.recipe))
+    lines = [file.explain(problem) for problem in (*missing_problems, *content_problems)]
     # With several nodes this machine may only submit the run, so missing files are notes.
     if lines and not elsewhere and file.recipe.launch.nodes in (None, 1):
         remedy = "if they exist on the machine that trains: ortlaunch validate --elsewhere"
-        raise RecipeError([*lines, *([remedy] if absent else [])])
+        raise RecipeError([*lines, *([remedy] if missing_problems else [])])
     # Notes only: the recipe may be right.
     lines += [*map(file.explain, inputs.doubtful(file.recipe)), *file.notes]
     lines += file.recipe.sweep_lines()
     # Often a login node, so that this is a note, too.
     device = file.recipe.launch.device
-    here = ("cuda" if visible_gpu_count(os.environ) else "cpu") if device == "auto" else device
+    local_device = (
+        ("cuda" if visible_gpu_count(os.environ) else "cpu") if device == "auto" else device
+    )
     lines += [
-        f"a training on this host ends with: {file.explain(each)}"
-        for each in device_rules(file.recipe, here)
+        f"a training on this host ends with: {file.explain(problem)}"
+        for problem in device_rules(file.recipe, local_device)
     ]
     return Validation(file.recipe, loaded.path, tuple(lines))
 
 
 def show_data(
-    source: Source, *assignments: str, samples: int = 3, **overrides: object
+    source: RecipeSource, *assignments: str, samples: int = 3, **overrides: object
 ) -> dict[str, Any]:
     """Return samples as the model will see them, and an audit of the data.
 
@@ -124,15 +129,17 @@ def show_data(
     return audited(load(source, *assignments, **overrides), samples)
 
 
-def read(
-    source: Source, assignments: Sequence[str], overrides: Mapping[str, object]
+def load_with_origin(
+    source: RecipeSource, assignments: Sequence[str], overrides: Mapping[str, object]
 ) -> LoadedRecipe:
     """Return a recipe with its origin; arguments and errors are those of `load`."""
-    words = (*assignments, *assignments_of(overrides))
+    all_assignments = (*assignments, *assignments_from_overrides(overrides))
     if isinstance(source, (str, os.PathLike)):
-        given = Path(source)
-        path = locate(given)
-        return LoadedRecipe(recipe.load(path, words), given, path, words, True)
+        given_path = Path(source)
+        path = locate(given_path)
+        return LoadedRecipe(
+            recipe.load(path, all_assignments), given_path, path, all_assignments, True
+        )
     path = Path("recipe")
     values: Mapping[str, object]
     if isinstance(source, Recipe):
@@ -141,20 +148,22 @@ def read(
         path = Path(source._folder, "recipe")
     else:
         values = source
-    return LoadedRecipe(recipe.load_values(values, words), path, path, words, False)
+    return LoadedRecipe(
+        recipe.load_values(values, all_assignments), path, path, all_assignments, False
+    )
 
 
-def assignments_of(overrides: Mapping[str, object]) -> Iterator[str]:
+def assignments_from_overrides(overrides: Mapping[str, object]) -> Iterator[str]:
     """Yield `key.path=value` for each field of the overrides of `load`.
 
     Raises:
         RecipeError: at the end, with every value that no recipe can have.
     """
-    wrong: list[str] = []
+    problems: list[str] = []
     for key, value in overrides.items():
         fields = value if isinstance(value, Mapping) and value else {"": value}
         for name, item in fields.items():
             path = f"{key}.{name}".rstrip(".")
-            yield f"{path}={json.dumps(plain(item, keys(path), wrong))}"
-    if wrong:
-        raise RecipeError([f"override {each}" for each in wrong])
+            yield f"{path}={json.dumps(plain(item, keys(path), problems))}"
+    if problems:
+        raise RecipeError([f"override {problem}" for problem in problems])

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from ortlaunch.api.inputs import LoadedRecipe, Source, read
+from ortlaunch.api.inputs import LoadedRecipe, RecipeSource, load_with_origin
 from ortlaunch.launch_plan import Plan
 from ortlaunch.planning.describe import describe
 from ortlaunch.planning.prediction import lines
@@ -41,7 +41,7 @@ class PlannedRun(NamedTuple):
         guess = lines(self.resolved.file.recipe, self.plan)
         return "\n".join([*self.resolved.notes, shown, *guess, *notes, f"command: {command}"])
 
-    def predict(self) -> None:
+    def predict_step_cost_into_cache(self) -> None:
         """Predict seconds and memory of a step on every engine, into the cache.
 
         It measures the rates of this machine, which change when other work runs on it.
@@ -52,16 +52,16 @@ class PlannedRun(NamedTuple):
         request = PredictionRequest(to_yaml(self.resolved.file.recipe), self.plan.to_json())
         run_task_for_answer(request, shown_streams=("stderr",))
 
-    def differences(self, other: Path) -> list[str]:
+    def differences_from(self, other_path: Path) -> list[str]:
         """Return a line for each difference from another recipe, run folder or plan.json."""
         from ortlaunch.commands.plan_diff import PlanContext, differences, other_plan
 
         context = PlanContext(self.resolved.command.options, os.environ, self.resolved.world.device)
-        return differences(other_plan(other, context), self.plan)
+        return differences(other_plan(other_path, context), self.plan)
 
 
 def plan(
-    source: Source,
+    source: RecipeSource,
     *assignments: str,
     options: LaunchOptions | None = None,
     **overrides: object,
@@ -76,25 +76,27 @@ def plan(
         RecipeError: the recipe is not valid.
         HostfileError, PlanError: the hosts are not valid, or recipe and hosts do not fit.
     """
-    return planned(source, assignments, options, overrides).plan
+    return plan_run(source, assignments, options, overrides).plan
 
 
-def planned(
-    source: Source,
+def plan_run(
+    source: RecipeSource,
     assignments: tuple[str, ...],
     options: LaunchOptions | None,
     overrides: Mapping[str, object],
 ) -> PlannedRun:
     """Return the plan with all that belongs to it; errors are those of `plan`."""
     # The hosts of a plan need not exist.
-    chosen = (options or LaunchOptions())._replace(planned_only=True)
+    plan_options = (options or LaunchOptions())._replace(planned_only=True)
     return PlannedRun(
-        choose_engine_without_measuring(resolved(read(source, assignments, overrides), chosen))
+        choose_engine_without_measuring(
+            resolve_loaded_recipe(load_with_origin(source, assignments, overrides), plan_options)
+        )
     )
 
 
-def resolved(
+def resolve_loaded_recipe(
     loaded: LoadedRecipe, options: LaunchOptions, environ: Mapping[str, str] = os.environ
 ) -> ResolvedRun:
     """Resolve a loaded recipe for these hosts and this machine."""
-    return resolve_file(loaded.file, Command(loaded.given, loaded.path, options, environ))
+    return resolve_file(loaded.file, Command(loaded.given_path, loaded.path, options, environ))

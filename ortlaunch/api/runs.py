@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from ortlaunch.api.inputs import assignments_of
-from ortlaunch.api.waiting import wait
+from ortlaunch.api.inputs import assignments_from_overrides
+from ortlaunch.api.waiting import wait_for_run_end
 from ortlaunch.json_types import Json
 from ortlaunch.launch.record import current_time_iso
 from ortlaunch.other_runs import listing, logs, requests, status
@@ -101,7 +101,7 @@ class Run:
             RunError: the run failed; the message is its verdict.
             InputError: the end cannot be detected from this host.
         """
-        return wait(self._folder, progress, check)
+        return wait_for_run_end(self._folder, progress, check)
 
     def stop(self, wait: bool = True) -> StopResult:
         """Request the run to finish its step, save and end; `train` on its folder continues it.
@@ -156,10 +156,12 @@ class Run:
             InputError: there is no checkpoint or no evaluation data, or an override is wrong.
             RunError: the evaluation failed.
         """
-        from ortlaunch.api.evaluations import evaluate
+        from ortlaunch.api.evaluations import evaluate_checkpoint
 
-        words = (*assignments, *assignments_of(overrides))
-        return evaluate(self._folder, words, step, options or LaunchOptions(), progress)
+        all_assignments = (*assignments, *assignments_from_overrides(overrides))
+        return evaluate_checkpoint(
+            self._folder, all_assignments, step, options or LaunchOptions(), progress
+        )
 
     def export(
         self,
@@ -264,7 +266,7 @@ def runs(
     Raises:
         InputError: there is no such state, or the limit is no limit.
     """
-    return [Run(each.run) for each in statuses(newest, name, state, metric)]
+    return [Run(found_status.run) for found_status in statuses(newest, name, state, metric)]
 
 
 statuses = listing.newest_statuses

@@ -12,9 +12,18 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-from ortlaunch.api.detached import last_output, option_words, start_detached
-from ortlaunch.api.inputs import LoadedRecipe, Source, assignments_of, read
-from ortlaunch.api.plans import resolved
+from ortlaunch.api.detached import (
+    last_output_lines,
+    launch_option_arguments,
+    start_detached_command,
+)
+from ortlaunch.api.inputs import (
+    LoadedRecipe,
+    RecipeSource,
+    assignments_from_overrides,
+    load_with_origin,
+)
+from ortlaunch.api.plans import resolve_loaded_recipe
 from ortlaunch.api.runs import Run
 from ortlaunch.errors import PlanError, RunError
 from ortlaunch.planning.world import LaunchOptions
@@ -32,7 +41,7 @@ from ortlaunch.run_folder.folder import RunDir, write_text_atomically
 
 
 def train(
-    source: Source,
+    source: RecipeSource,
     *assignments: str,
     run_dir: str | os.PathLike[str] | None = None,
     wait: bool = True,
@@ -58,19 +67,19 @@ def train(
         InputError: recipe, hosts or run folder are wrong. Nothing was started.
         RunError: the run failed, and `wait` is true; the message is its verdict.
     """
-    chosen = resume if isinstance(resume, ResumeOptions) else ResumeOptions(str(resume))
-    loaded = read(source, assignments, overrides)
-    place = None if run_dir is None else Path(run_dir)
-    run, process = started(loaded, options or LaunchOptions(), place, chosen)
+    resume_options = resume if isinstance(resume, ResumeOptions) else ResumeOptions(str(resume))
+    loaded = load_with_origin(source, assignments, overrides)
+    requested_folder = None if run_dir is None else Path(run_dir)
+    run, process = start_run(loaded, options or LaunchOptions(), requested_folder, resume_options)
     if wait:
         run.wait(progress)
         # A command that ended before it took over an existing run has left that run's record.
         if process.wait() not in (0, EXIT_SAVED):
-            raise RunError(last_output(RunDir(run.path)), process.returncode)
+            raise RunError(last_output_lines(RunDir(run.path)), process.returncode)
     return run
 
 
-def started(
+def start_run(
     loaded: LoadedRecipe,
     options: LaunchOptions,
     run_dir: Path | None,
@@ -86,39 +95,48 @@ def started(
     Returns:
         The run, and the process of its command.
     """
-    found = resolved(loaded, options, {**os.environ, **(environ or {})})
-    if found.world.inside is not None:
+    resolved_run = resolve_loaded_recipe(loaded, options, {**os.environ, **(environ or {})})
+    if resolved_run.world.inside is not None:
         raise PlanError(
             "this process is a rank of a launcher, whose ranks train: use `ortlaunch train` there"
         )
-    folder = new_or_requested_run_folder(run_dir, found, os.environ)
+    folder = new_or_requested_run_folder(run_dir, resolved_run, os.environ)
     # The command prints the lines of these checks again, to output.txt.
     with contextlib.redirect_stdout(None):
-        preview.preview_start(found, folder_for_checks(folder, run_dir), resume)
+        preview.preview_start(resolved_run, folder_for_checks(folder, run_dir), resume)
     folder = claim_run_folder(folder) if run_dir is None else folder
-    recipe, variables = _recipe_words(loaded, found, folder)
-    words = ["train", *recipe, f"--run-dir={folder}", *option_words(found.command.options)]
-    words += [f"--resume={resume.choice}", *(f"--allow={name}" for name in resume.allow)]
-    measures = found.file.recipe.engine.name == "auto"
-    process = start_detached(
-        words, folder, {**variables, **(environ or {})}, measures, with_caller=environ is not None
+    recipe, variables = _recipe_arguments_and_variables(loaded, resolved_run, folder)
+    arguments = [
+        "train",
+        *recipe,
+        f"--run-dir={folder}",
+        *launch_option_arguments(resolved_run.command.options),
+    ]
+    arguments += [f"--resume={resume.choice}", *(f"--allow={name}" for name in resume.allow)]
+    measures_engine = resolved_run.file.recipe.engine.name == "auto"
+    process = start_detached_command(
+        arguments,
+        folder,
+        {**variables, **(environ or {})},
+        measures_engine,
+        ends_with_caller=environ is not None,
     )
     return Run(folder.path), process
 
 
-def _recipe_words(
-    loaded: LoadedRecipe, found: ResolvedRun, run: RunDir
+def _recipe_arguments_and_variables(
+    loaded: LoadedRecipe, resolved_run: ResolvedRun, run: RunDir
 ) -> tuple[list[str], dict[str, str]]:
     """Return the recipe's words of the command, and variables of its environment."""
     if loaded.is_file:
-        return [str(loaded.given), *loaded.overrides], {}
+        return [str(loaded.given_path), *loaded.overrides], {}
     # As for a queued run: the folder has the recipe, a variable the folder of the modules.
-    write_text_atomically(run.submitted, to_yaml(found.file.recipe))
-    return [str(run.submitted)], {MODULES_VARIABLE: os.path.abspath(found.command.modules)}
+    write_text_atomically(run.submitted, to_yaml(resolved_run.file.recipe))
+    return [str(run.submitted)], {MODULES_VARIABLE: os.path.abspath(resolved_run.command.modules)}
 
 
 def submit(
-    source: Source,
+    source: RecipeSource,
     *assignments: str,
     scheduler: str | None = None,
     run_dir: str | os.PathLike[str] | None = None,
@@ -137,7 +155,9 @@ def submit(
     """
     from ortlaunch.api.submission import Submission
 
-    place = None if run_dir is None else Path(run_dir)
-    words = (*assignments, *assignments_of(overrides))
-    submission = Submission.of(source, words, scheduler, place)
-    return Run(submission.send().run.path)
+    requested_folder = None if run_dir is None else Path(run_dir)
+    all_assignments = (*assignments, *assignments_from_overrides(overrides))
+    submission = Submission.resolve_for_scheduler(
+        source, all_assignments, scheduler, requested_folder
+    )
+    return Run(submission.queue_job().run.path)

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from ortlaunch.api.inputs import Source, read
-from ortlaunch.api.plans import resolved
+from ortlaunch.api.inputs import RecipeSource, load_with_origin
+from ortlaunch.api.plans import resolve_loaded_recipe
 from ortlaunch.commands.submit import Queued, request_of, submit, without_effect
 from ortlaunch.errors import InputError
 from ortlaunch.launch import LaunchRequest
@@ -24,13 +24,13 @@ class Submission(NamedTuple):
 
     resolved: ResolvedRun
     run: RunDir
-    chosen: Path | None
+    requested_folder: Path | None
     """The run folder as given."""
 
     @classmethod
-    def of(
+    def resolve_for_scheduler(
         cls,
-        source: Source,
+        source: RecipeSource,
         assignments: tuple[str, ...],
         scheduler: str | None,
         run_dir: Path | None,
@@ -40,19 +40,25 @@ class Submission(NamedTuple):
             raise InputError(f"scheduler: got {scheduler}; one of {', '.join(SCHEDULERS)}")
         # Last, so that it wins: inside the job the command chooses the launcher for the given
         # hosts.
-        chosen = f"submit.scheduler={scheduler}"
-        words = (*assignments, *([chosen] if scheduler else []), "launch.launcher=auto")
-        loaded = read(source, words, {})
-        elsewhere = SCHEDULERS[loaded.file.recipe.submit.scheduler].elsewhere
+        scheduler_assignment = f"submit.scheduler={scheduler}"
+        all_assignments = (
+            *assignments,
+            *([scheduler_assignment] if scheduler else []),
+            "launch.launcher=auto",
+        )
+        loaded = load_with_origin(source, all_assignments, {})
+        trains_elsewhere = SCHEDULERS[loaded.file.recipe.submit.scheduler].elsewhere
         # The hosts are unknown until the job starts.
-        options = LaunchOptions(planned_only=True, declared=True, elsewhere=elsewhere)
-        found = resolved(loaded, options)
-        if found.file.recipe.sweep is not None:
+        options = LaunchOptions(planned_only=True, declared=True, elsewhere=trains_elsewhere)
+        resolved_run = resolve_loaded_recipe(loaded, options)
+        if resolved_run.file.recipe.sweep is not None:
             raise InputError(
                 "sweep: a job is one run; `ortlaunch sweep` with sweep.submit=true queues a job for "
                 "each trial, and sweep=null queues the recipe's own values"
             )
-        return cls(found, new_or_requested_run_folder(run_dir, found, os.environ), run_dir)
+        return cls(
+            resolved_run, new_or_requested_run_folder(run_dir, resolved_run, os.environ), run_dir
+        )
 
     @property
     def scheduler(self) -> str:
@@ -64,10 +70,10 @@ class Submission(NamedTuple):
         """Lines for the user."""
         return [*self.resolved.notes, *without_effect(self.resolved)]
 
-    def request(self) -> LaunchRequest:
+    def scheduler_request(self) -> LaunchRequest:
         """Return what would be sent to the scheduler."""
         return request_of(choose_engine_without_measuring(self.resolved), self.run, self.scheduler)
 
-    def send(self) -> Queued:
+    def queue_job(self) -> Queued:
         """Queue the job."""
-        return submit(self.resolved, self.chosen, self.run, self.scheduler)
+        return submit(self.resolved, self.requested_folder, self.run, self.scheduler)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ortlaunch.api.inputs import Source, read
-from ortlaunch.api.plans import resolved
+from ortlaunch.api.inputs import RecipeSource, load_with_origin
+from ortlaunch.api.plans import resolve_loaded_recipe
 from ortlaunch.api.runs import write_report
-from ortlaunch.api.trial_starts import shares
-from ortlaunch.api.trials import Objective, Trials
+from ortlaunch.api.trial_starts import shares_of_machine
+from ortlaunch.api.trials import Objective, TrialRunner
 from ortlaunch.errors import InputError, PlanError, RunError
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe import Recipe, read_resolved, to_yaml
@@ -76,36 +76,38 @@ class Sweep:
         Raises:
             InputError: no trial has begun.
         """
-        runs = [self._folder.trial(one.number) for one in self.trials()]
-        begun = [run.path for run in runs if run.recipe.exists()]
-        if not begun:
+        runs = [self._folder.trial(trial.number) for trial in self.trials()]
+        begun_folders = [run.path for run in runs if run.recipe.exists()]
+        if not begun_folders:
             raise InputError(f"{self.path}: no trial has begun")
         study = Study(self._folder, self._recipe)
-        drawn = picture(study.sweep, study.trials(), study.best(), study.importances())
-        return write_report(begun, to or self._folder.run.report, drawn)
+        picture_of_trials = picture(study.sweep, study.trials(), study.best(), study.importances())
+        return write_report(begun_folders, to or self._folder.run.report, picture_of_trials)
 
     def to_json(self) -> str:
         """Return all trials as a JSON list, each with the path of its run folder."""
-        rows = [{**one._asdict(), "run": str(self.run(one.number))} for one in self.trials()]
+        rows = [{**trial._asdict(), "run": str(self.run(trial.number))} for trial in self.trials()]
         return json_text(rows, indent=2)
 
     def __str__(self) -> str:
         """Return a table of the trials and lines on the best, for a person."""
         trials = self.trials()
-        lines = align_columns([("trial", "state", "steps", "result"), *map(_row, trials)])
-        for one in self.best():
-            lines.append(f"best: trial {one.number}; its recipe: {self.recipe(one.number)}")
-            if note := tie(one, trials):
+        lines = align_columns([("trial", "state", "steps", "result"), *map(_trial_row, trials)])
+        for best_trial in self.best():
+            lines.append(
+                f"best: trial {best_trial.number}; its recipe: {self.recipe(best_trial.number)}"
+            )
+            if note := tie(best_trial, trials):
                 lines.append(f"  {note}")
         return "\n".join(lines)
 
 
-def _row(one: Trial) -> tuple[str, ...]:
-    return str(one.number), one.state, f"{one.steps:,}", one.line()
+def _trial_row(trial: Trial) -> tuple[str, ...]:
+    return str(trial.number), trial.state, f"{trial.steps:,}", trial.line()
 
 
 def sweep(
-    source: Source,
+    source: RecipeSource,
     *assignments: str,
     run_dir: str | os.PathLike[str] | None = None,
     progress: bool = False,
@@ -130,26 +132,28 @@ def sweep(
             started.
         RunError: all trials failed; the message is the last one's verdict.
     """
-    chosen = options or LaunchOptions()
-    loaded = read(source, assignments, overrides)
+    launch_options = options or LaunchOptions()
+    loaded = load_with_origin(source, assignments, overrides)
     recipe = loaded.file.recipe
     if recipe.sweep is None:
-        raise InputError(f"{loaded.given}: has no section sweep, which gives fields and values")
-    parts = shares(recipe, chosen)
-    resolved(loaded, parts[0].options, {**os.environ, **parts[0].environ})
+        raise InputError(
+            f"{loaded.given_path}: has no section sweep, which gives fields and values"
+        )
+    share_parts = shares_of_machine(recipe, launch_options)
+    resolve_loaded_recipe(loaded, share_parts[0].options, {**os.environ, **share_parts[0].environ})
     folder = SweepDir(Path("sweeps", recipe.name) if run_dir is None else Path(run_dir))
     with RunLock() as lock:
         lock.acquire(folder.run)
-        _record(folder, recipe)
+        _write_or_check_sweep_recipe(folder, recipe)
         study = Study(folder, recipe, writes=True)
-        Trials(loaded, parts, folder, study, progress, objective).run()
-    ended = study.trials()
-    if ended and all(one.state == "fail" for one in ended):
-        raise RunError(f"{folder}: all trials failed; {ended[-1].line()}", 1)
+        TrialRunner(loaded, share_parts, folder, study, progress, objective).run_until_limit()
+    ended_trials = study.trials()
+    if ended_trials and all(trial.state == "fail" for trial in ended_trials):
+        raise RunError(f"{folder}: all trials failed; {ended_trials[-1].line()}", 1)
     return Sweep(folder.path)
 
 
-def _record(folder: SweepDir, recipe: Recipe) -> None:
+def _write_or_check_sweep_recipe(folder: SweepDir, recipe: Recipe) -> None:
     """Write the sweep's recipe; an earlier one may differ in the limits alone.
 
     Raises:
@@ -158,11 +162,11 @@ def _record(folder: SweepDir, recipe: Recipe) -> None:
     if folder.run.plan.exists() or folder.run.job.exists():
         raise PlanError(f"--run-dir {folder}: is the folder of a run; give another one")
     if folder.journal.exists():
-        before = read_resolved(folder.run.recipe).model_dump(mode="json")
-        found = differences(before, recipe.model_dump(mode="json"))
-        if changed := [line for line in found if not line.startswith(_LIMITS)]:
+        earlier_values = read_resolved(folder.run.recipe).model_dump(mode="json")
+        changed_lines = differences(earlier_values, recipe.model_dump(mode="json"))
+        if forbidden_changes := [line for line in changed_lines if not line.startswith(_LIMITS)]:
             raise PlanError(
                 f"{folder}: is the sweep of another recipe; give another --run-dir, or undo\n"
-                + "\n".join(changed)
+                + "\n".join(forbidden_changes)
             )
     write_text_atomically(folder.run.recipe, to_yaml(recipe))

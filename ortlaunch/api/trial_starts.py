@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from ortlaunch import machine
 from ortlaunch.api.inputs import LoadedRecipe
-from ortlaunch.api.plans import resolved
-from ortlaunch.api.starts import started
+from ortlaunch.api.plans import resolve_loaded_recipe
+from ortlaunch.api.starts import start_run
 from ortlaunch.api.submission import Submission
 from ortlaunch.errors import PlanError
 from ortlaunch.launch.record import JobRecord
@@ -27,10 +27,10 @@ from ortlaunch.units import count_with_noun
 # Between requests to Slurm's controller on a job; its metrics are read more often.
 _QUEUE_SECONDS = 5.0
 # Of a job: its hosts are unknown until it starts.
-QUEUED = LaunchOptions(planned_only=True, declared=True)
+QUEUED_TRIAL_OPTIONS = LaunchOptions(planned_only=True, declared=True)
 
 
-class Share(NamedTuple):
+class MachineShare(NamedTuple):
     """The part of the machine of one of the trials that run at the same time."""
 
     environ: Mapping[str, str]
@@ -43,13 +43,13 @@ class QueuedTrial:
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
-        self._next = 0.0
+        self._next_poll_seconds = 0.0
 
     def poll(self) -> int | None:
         """Return the exit status of the job; None while it is queued or runs."""
-        if time.monotonic() < self._next:
+        if time.monotonic() < self._next_poll_seconds:
             return None
-        self._next = time.monotonic() + _QUEUE_SECONDS
+        self._next_poll_seconds = time.monotonic() + _QUEUE_SECONDS
         status = read_status(self._run)
         return status.job.exit_status if status.state.is_end else None
 
@@ -61,23 +61,25 @@ class QueuedTrial:
         return 0
 
 
-def queued(run: RunDir) -> QueuedTrial | None:
+def queued_trial_of(run: RunDir) -> QueuedTrial | None:
     """Return the job of a trial, which may have ended; None if there is none."""
     record = JobRecord.read(run)
     return QueuedTrial(run) if record and is_queued(record) else None
 
 
-def start(loaded: LoadedRecipe, share: Share, run: RunDir) -> subprocess.Popen[bytes] | QueuedTrial:
+def start_or_queue_trial(
+    loaded: LoadedRecipe, machine_share: MachineShare, run: RunDir
+) -> subprocess.Popen[bytes] | QueuedTrial:
     """Start a trial, or queue it; errors are those of `train` and `submit`."""
-    if not share.options.declared:
-        return started(loaded, share.options, run.path, environ=share.environ)[1]
-    Submission(resolved(loaded, share.options), run, run.path).send()
+    if not machine_share.options.declared:
+        return start_run(loaded, machine_share.options, run.path, environ=machine_share.environ)[1]
+    Submission(resolve_loaded_recipe(loaded, machine_share.options), run, run.path).queue_job()
     return QueuedTrial(run)
 
 
-def shares(
+def shares_of_machine(
     recipe: Recipe, options: LaunchOptions, environ: Mapping[str, str] = os.environ
-) -> list[Share]:
+) -> list[MachineShare]:
     """Return the share of each trial that runs at the same time.
 
     Raises:
@@ -94,44 +96,51 @@ def shares(
                 "launcher, and set launch.nodes and launch.processes_per_node"
             )
         slurm.require_sbatch()
-        return [Share({}, QUEUED)] * parallel
+        return [MachineShare({}, QUEUED_TRIAL_OPTIONS)] * parallel
     if parallel == 1:
-        return [Share({}, options)]
+        return [MachineShare({}, options)]
     if options.hostfile:
         per_node = options.processes_per_node or recipe.launch.processes_per_node
         listed = read_hostfile(options.hostfile, per_node).hosts
-        hosts = [*map(_filter, select(listed, options.include, options.exclude))]
-        each = _each(len(hosts), parallel, "host")
-        parts = ("@".join(hosts[each * slot : each * (slot + 1)]) for slot in range(parallel))
-        return [Share({}, options._replace(include=part, exclude=None)) for part in parts]
-    return [Share(part, options) for part in _of_this_machine(recipe, parallel, environ)]
+        hosts = [*map(_include_filter, select(listed, options.include, options.exclude))]
+        hosts_per_trial = _count_per_trial(len(hosts), parallel, "host")
+        host_filters = (
+            "@".join(hosts[hosts_per_trial * slot : hosts_per_trial * (slot + 1)])
+            for slot in range(parallel)
+        )
+        return [
+            MachineShare({}, options._replace(include=part, exclude=None)) for part in host_filters
+        ]
+    return [
+        MachineShare(part, options) for part in _local_trial_variables(recipe, parallel, environ)
+    ]
 
 
-def _filter(host: Host) -> str:
+def _include_filter(host: Host) -> str:
     """Return a host with its slots as --include has it."""
     name = host.name.rpartition("@")[2]
     return f"{f'[{name}]' if ':' in name else name}:{','.join(map(str, host.devices))}"
 
 
-def _each(number: int, parallel: int, noun: str) -> int:
+def _count_per_trial(available_count: int, parallel: int, noun: str) -> int:
     """Return how many of these a trial gets."""
-    if number < parallel:
+    if available_count < parallel:
         raise PlanError(
-            f"sweep.parallel: got {parallel}, and {count_with_noun(number, noun)} for them"
+            f"sweep.parallel: got {parallel}, and {count_with_noun(available_count, noun)} for them"
         )
-    return number // parallel
+    return available_count // parallel
 
 
-def _of_this_machine(
+def _local_trial_variables(
     recipe: Recipe, parallel: int, environ: Mapping[str, str]
 ) -> list[dict[str, str]]:
     """Return the variables of each trial: its GPUs and cores."""
     gpus = 0 if recipe.launch.device == "cpu" else machine.visible_gpu_count(environ)
-    each = _each(gpus, parallel, "GPU") if gpus else 0
+    gpus_per_trial = _count_per_trial(gpus, parallel, "GPU") if gpus else 0
     names = environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
-    ranks = recipe.launch.processes_per_node or each or 1
+    ranks = recipe.launch.processes_per_node or gpus_per_trial or 1
     threads = environ.get("OMP_NUM_THREADS") or str(machine.threads_per_rank(parallel * ranks))
-    parts = [names[each * slot : each * (slot + 1)] for slot in range(parallel)]
+    parts = [names[gpus_per_trial * slot : gpus_per_trial * (slot + 1)] for slot in range(parallel)]
     return [
         {"OMP_NUM_THREADS": threads, **({"CUDA_VISIBLE_DEVICES": ",".join(part)} if gpus else {})}
         for part in parts

@@ -15,7 +15,12 @@ from dataclasses import dataclass
 
 from ortlaunch.api.inputs import LoadedRecipe
 from ortlaunch.api.runs import Run
-from ortlaunch.api.trial_starts import QueuedTrial, Share, queued, start
+from ortlaunch.api.trial_starts import (
+    MachineShare,
+    QueuedTrial,
+    queued_trial_of,
+    start_or_queue_trial,
+)
 from ortlaunch.errors import InputError, OrtlaunchError, RunError
 from ortlaunch.launch.stop import PRUNER
 from ortlaunch.other_runs import requests
@@ -40,26 +45,26 @@ _KILLED = (EXIT_SAVED, *(128 + one for one in (signal.SIGKILL, signal.SIGTERM, s
 
 
 @dataclass
-class _Started:
+class _RunningTrial:
     """A trial that runs now."""
 
-    number: int
+    trial_number: int
     slot: int
     """The number of its share, from 0."""
     process: subprocess.Popen[bytes] | QueuedTrial
     starts: int
     """Starts since its newest checkpoint."""
-    saved: int
+    saved_step: int
     """Step of that checkpoint."""
 
 
-class Trials:
+class TrialRunner:
     """The trials of a sweep, for the process that has its lock."""
 
     def __init__(
         self,
         loaded: LoadedRecipe,
-        shares: list[Share],
+        shares: list[MachineShare],
         folder: SweepDir,
         study: Study,
         progress: bool,
@@ -72,79 +77,92 @@ class Trials:
         self._progress = progress
         self._objective = objective
         hours = study.sweep.hours
-        self._until = time.monotonic() + 3600 * hours if hours else None
-        self._running = list[_Started]()
+        self._deadline_seconds = time.monotonic() + 3600 * hours if hours else None
+        self._running = list[_RunningTrial]()
 
-    def run(self) -> None:
+    def run_until_limit(self) -> None:
         """Start trials until a limit, and wait for their ends.
 
         An exception, as of an interrupt, lets them save and end first.
         """
-        waiting = [one.number for one in self._study.trials() if one.state == "running"]
+        waiting = [trial.number for trial in self._study.trials() if trial.state == "running"]
         try:
             while True:
                 while len(self._running) < self._study.sweep.parallel and (
-                    waiting or self._wants_more()
+                    waiting or self._can_start_another()
                 ):
-                    self._start(self._study.draw(waiting.pop(0) if waiting else None))
+                    self._start_or_continue_trial(
+                        self._study.draw(waiting.pop(0) if waiting else None)
+                    )
                 if not self._running:
                     return
                 time.sleep(_POLL_SECONDS)
-                for one in list(self._running):
-                    self._update(one)
+                for trial in list(self._running):
+                    self._update_running_trial(trial)
         finally:
-            for one in self._running:
-                one.process.terminate()
-            for one in self._running:
-                one.process.wait()
+            for trial in self._running:
+                trial.process.terminate()
+            for trial in self._running:
+                trial.process.wait()
 
-    def _wants_more(self) -> bool:
+    def _can_start_another(self) -> bool:
         """Return whether no limit forbids another trial."""
-        known = self._study.trials()
+        all_trials = self._study.trials()
         steps = self._study.sweep.steps
-        failed = sum(one.state == "fail" for one in known)
+        failed = sum(trial.state == "fail" for trial in all_trials)
         return (
-            (self._study.sweep.most is None or len(known) < self._study.sweep.most)
+            (self._study.sweep.most is None or len(all_trials) < self._study.sweep.most)
             and (
                 steps is None
-                or sum(_steps(self._folder.trial(one.number)) for one in known) < steps
+                or sum(
+                    _last_recorded_step(self._folder.trial(trial.number)) for trial in all_trials
+                )
+                < steps
             )
-            and (self._until is None or time.monotonic() < self._until)
-            and (failed < _FIRST_FAILURES or failed < len(known))
+            and (self._deadline_seconds is None or time.monotonic() < self._deadline_seconds)
+            and (failed < _FIRST_FAILURES or failed < len(all_trials))
             # A finite space may have no further values.
-            and (len(known) < _REPEATS or not all(one.repeats for one in known[-_REPEATS:]))
+            and (
+                len(all_trials) < _REPEATS
+                or not all(trial.repeats for trial in all_trials[-_REPEATS:])
+            )
         )
 
-    def _start(self, trial: int, starts: int = 0, saved: int = 0) -> None:
+    def _start_or_continue_trial(
+        self, trial_number: int, starts: int = 0, saved_step: int = 0
+    ) -> None:
         """Start a trial's run, or continue it.
 
         Args:
-            starts: earlier starts since the checkpoint of step `saved`.
+            starts: earlier starts since the checkpoint of step `saved_step`.
         """
-        run = self._folder.trial(trial)
+        run = self._folder.trial(trial_number)
         # The first start of this command: an earlier one may have queued the trial.
-        job = None if starts else queued(run)
+        job = None if starts else queued_trial_of(run)
         # Of a sweep that was killed; they save and end.
         while job is None and lock.living_process_ids(run):
             time.sleep(_POLL_SECONDS)
-        if job is None and self._study.attribute(trial, "pruned"):
-            self._end(trial, "pruned")
+        if job is None and self._study.attribute(trial_number, "pruned"):
+            self._record_trial_end(trial_number, "pruned")
             return
         if job is None and run.was_stopped_by_user():
-            self._complete(trial)
+            self._record_completed_trial(trial_number)
             return
-        twin = None if run.path.exists() else self._study.twin(trial)
+        twin = None if run.path.exists() else self._study.twin(trial_number)
         if twin is not None:
             values = (*twin.values.values(),) if twin.state == "complete" else None
-            self._end(
-                trial, twin.state, values, f"not trained: trial {twin.number} has these values"
+            self._record_trial_end(
+                trial_number,
+                twin.state,
+                values,
+                f"not trained: trial {twin.number} has these values",
             )
             return
-        slots = set(range(self._study.sweep.parallel)) - {one.slot for one in self._running}
+        slots = set(range(self._study.sweep.parallel)) - {running.slot for running in self._running}
         slot = min(slots)
-        fields = self._study.trials()[trial].fields
-        newest = _newest(run)
-        starts = 1 if newest > saved else starts + 1
+        fields = self._study.trials()[trial_number].fields
+        newest = _newest_checkpoint_step(run)
+        starts = 1 if newest > saved_step else starts + 1
         try:
             # Inside a job its own launcher counts.
             launcher = ["launch.launcher=auto"] if self._study.sweep.submit else []
@@ -152,57 +170,75 @@ class Trials:
                 file=self._loaded.file.with_overrides(*assignments(fields), *launcher),
                 is_file=False,
             )
-            process = job or start(loaded, self._shares[slot], run)
+            process = job or start_or_queue_trial(loaded, self._shares[slot], run)
         except OrtlaunchError as error:
             # Killed before its record was written.
-            killed = isinstance(error, RunError) and _is_killed(error.exit_status)
+            killed = isinstance(error, RunError) and _was_killed(error.exit_status)
             if killed and starts < _MOST_STARTS:
-                self._start(trial, starts, newest)
+                self._start_or_continue_trial(trial_number, starts, newest)
             else:
-                self._end(trial, "fail", reason=str(error))
+                self._record_trial_end(trial_number, "fail", reason=str(error))
             return
-        self._running.append(_Started(trial, slot, process, starts, newest))
+        self._running.append(_RunningTrial(trial_number, slot, process, starts, newest))
 
-    def _update(self, one: _Started) -> None:
+    def _update_running_trial(self, running: _RunningTrial) -> None:
         """Prune a trial after a bad evaluation; if it has ended, record that or continue it."""
-        code = one.process.poll()
-        run = self._folder.trial(one.number)
-        measured = self._evaluations(run)
-        single = len(self._study.sweep.metrics) == 1
-        first = {place: values[0] for place, values in measured.items()}
-        if single and self._study.report(one.number, first) and code is None:
+        exit_status = running.process.poll()
+        run = self._folder.trial(running.trial_number)
+        evaluations = self._metrics_by_evaluation(run)
+        has_single_metric = len(self._study.sweep.metrics) == 1
+        first_metric_values = {
+            evaluation_index: values[0] for evaluation_index, values in evaluations.items()
+        }
+        if (
+            has_single_metric
+            and self._study.report(running.trial_number, first_metric_values)
+            and exit_status is None
+        ):
             # Recorded first: a sweep that is killed now does not continue the trial.
-            self._study.set_attributes(one.number, pruned=len(measured))
+            self._study.set_attributes(running.trial_number, pruned=len(evaluations))
             # It may be at its end.
             with contextlib.suppress(InputError):
                 requests.stop(run, wait=False, by=PRUNER)
-        if code is None:
+        if exit_status is None:
             return
-        self._running.remove(one)
-        pruned = self._study.attribute(one.number, "pruned")
+        self._running.remove(running)
+        pruned = self._study.attribute(running.trial_number, "pruned")
         # A hook, or `ortlaunch stop`, has ended the trial for good.
-        if code == 0 or (code == EXIT_SAVED and not pruned and run.was_stopped_by_user()):
-            self._complete(one.number)
+        if exit_status == 0 or (
+            exit_status == EXIT_SAVED and not pruned and run.was_stopped_by_user()
+        ):
+            self._record_completed_trial(running.trial_number)
         elif pruned:
-            self._end(one.number, "pruned")
-        elif _is_killed(code) and (one.starts < _MOST_STARTS or _newest(run) > one.saved):
-            self._start(one.number, one.starts, one.saved)
+            self._record_trial_end(running.trial_number, "pruned")
+        elif _was_killed(exit_status) and (
+            running.starts < _MOST_STARTS or _newest_checkpoint_step(run) > running.saved_step
+        ):
+            self._start_or_continue_trial(running.trial_number, running.starts, running.saved_step)
         else:
-            verdict = Run(run.path).status().job.verdict or f"exit status {code}"
-            self._end(one.number, "fail", reason=verdict)
+            verdict = Run(run.path).status().job.verdict or f"exit status {exit_status}"
+            self._record_trial_end(running.trial_number, "fail", reason=verdict)
 
-    def _complete(self, trial: int) -> None:
-        measured = self._evaluations(self._folder.trial(trial))
-        values = measured[max(measured)] if measured else ()
+    def _record_completed_trial(self, trial_number: int) -> None:
+        evaluations = self._metrics_by_evaluation(self._folder.trial(trial_number))
+        values = evaluations[max(evaluations)] if evaluations else ()
         if self._objective is not None:
-            values = (float(self._objective(Run(self._folder.trial(trial).path))), *values[1:])
+            values = (
+                float(self._objective(Run(self._folder.trial(trial_number).path))),
+                *values[1:],
+            )
         # Not a number, as a diverged training has it.
         if not values or any(map(math.isnan, values)):
-            names = ", ".join(one.metric for one in self._study.sweep.metrics)
-            self._end(trial, "fail", reason=f"its last evaluation has no number for {names}")
+            names = ", ".join(sweep_metric.metric for sweep_metric in self._study.sweep.metrics)
+            self._record_trial_end(
+                trial_number, "fail", reason=f"its last evaluation has no number for {names}"
+            )
             return
-        self._end(trial, "complete", values)
-        best = {self._folder.best(one.number): one.number for one in self._study.best()}
+        self._record_trial_end(trial_number, "complete", values)
+        best = {
+            self._folder.best(sweep_metric.number): sweep_metric.number
+            for sweep_metric in self._study.best()
+        }
         for path in {*self._folder.path.glob("best_*.yaml")} - set(best):
             path.unlink()
         for path, number_of in best.items():
@@ -210,41 +246,50 @@ class Trials:
                 path, self._folder.trial(number_of).recipe.read_text(encoding="utf-8")
             )
 
-    def _end(
-        self, trial: int, state: str, values: tuple[float, ...] | None = None, reason: str = ""
+    def _record_trial_end(
+        self,
+        trial_number: int,
+        state: str,
+        values: tuple[float, ...] | None = None,
+        reason: str = "",
     ) -> None:
-        steps = _steps(self._folder.trial(trial))
-        self._study.set_attributes(trial, steps=steps, **({"reason": reason} if reason else {}))
-        self._study.end(trial, state, values)
+        steps = _last_recorded_step(self._folder.trial(trial_number))
+        self._study.set_attributes(
+            trial_number, steps=steps, **({"reason": reason} if reason else {})
+        )
+        self._study.end(trial_number, state, values)
         if self._progress:
-            ended = self._study.trials()[trial]
-            print(f"trial {trial}: {state} after step {steps}: {ended.line()}", flush=True)
+            ended_trial = self._study.trials()[trial_number]
+            print(
+                f"trial {trial_number}: {state} after step {steps}: {ended_trial.line()}",
+                flush=True,
+            )
 
-    def _evaluations(self, run: RunDir) -> dict[int, tuple[float, ...]]:
+    def _metrics_by_evaluation(self, run: RunDir) -> dict[int, tuple[float, ...]]:
         """Return the metrics of each evaluation of a run, by its number from 1."""
-        names = [f"evaluation_{one.metric}" for one in self._study.sweep.metrics]
+        names = [f"evaluation_{sweep_metric.metric}" for sweep_metric in self._study.sweep.metrics]
         every = self._loaded.file.recipe.train.evaluate_every_steps
         rows = [line for line in read_json_lines(run.metrics, "step").values if names[0] in line]
         # A run that was stopped at the step of an evaluation has left that one out.
         return {
-            math.ceil(row["step"] / every) if every else place: tuple(
+            math.ceil(row["step"] / every) if every else evaluation_index: tuple(
                 math.nan if (value := number_or_none(row.get(name))) is None else value
                 for name in names
             )
-            for place, row in enumerate(rows, 1)
+            for evaluation_index, row in enumerate(rows, 1)
         }
 
 
-def _is_killed(code: int) -> bool:
-    return code < 0 or code in _KILLED
+def _was_killed(exit_status: int) -> bool:
+    return exit_status < 0 or exit_status in _KILLED
 
 
-def _newest(run: RunDir) -> int:
+def _newest_checkpoint_step(run: RunDir) -> int:
     """Return the step of the newest checkpoint; 0 if there is none."""
     return max((step for step, _ in run.complete_checkpoints()), default=0)
 
 
-def _steps(run: RunDir) -> int:
+def _last_recorded_step(run: RunDir) -> int:
     """Return the last step that a run has recorded."""
     return max(
         (int(line["step"]) for line in read_json_lines(run.metrics, "step").values), default=0

@@ -12,20 +12,20 @@ from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.run_folder.folder import RunDir
 
 
-def wait(run: RunDir, progress: bool, check: bool = True) -> Status:
+def wait_for_run_end(run: RunDir, show_progress: bool, raises_if_failed: bool = True) -> Status:
     """Wait for the end of a run; arguments, result and errors are those of `Run.wait`."""
-    with _bar(progress) as show:
-        last = status.wait(run, show)
-    code = last.job.exit_status or 0
-    if check and code not in (0, EXIT_SAVED):
-        raise RunError(last.job.verdict or str(last), code)
-    return last
+    with _progress_bar(show_progress) as show:
+        last_status = status.wait(run, show)
+    exit_status = last_status.job.exit_status or 0
+    if raises_if_failed and exit_status not in (0, EXIT_SAVED):
+        raise RunError(last_status.job.verdict or str(last_status), exit_status)
+    return last_status
 
 
 @contextlib.contextmanager
-def _bar(progress: bool) -> Iterator[Callable[[Status], None] | None]:
+def _progress_bar(show_progress: bool) -> Iterator[Callable[[Status], None] | None]:
     """Yield a function that shows a status in a progress bar; None without a bar."""
-    if not progress:
+    if not show_progress:
         yield None
         return
     # tqdm.auto shows a widget in a notebook, else a bar in the terminal.
@@ -33,10 +33,12 @@ def _bar(progress: bool) -> Iterator[Callable[[Status], None] | None]:
 
     with tqdm(unit="step") as bar:
 
-        def show(now: Status) -> None:
-            bar.total = now.steps
-            bar.n = now.step or 0
-            loss = {"loss": now.metrics["loss"]} if "loss" in now.metrics else {}
-            bar.set_postfix(state=now.state.value, **loss)
+        def show(current_status: Status) -> None:
+            bar.total = current_status.steps
+            bar.n = current_status.step or 0
+            loss = (
+                {"loss": current_status.metrics["loss"]} if "loss" in current_status.metrics else {}
+            )
+            bar.set_postfix(state=current_status.state.value, **loss)
 
         yield show

@@ -16,9 +16,9 @@ from importlib import import_module
 from ortlaunch.die_with_parent import die_with_parent
 from ortlaunch.errors import OrtlaunchError
 from ortlaunch.tasks import TASKS
-from ortlaunch.worker.__main__ import expect_no_gpu
+from ortlaunch.worker.__main__ import silence_no_gpu_warning
 from ortlaunch.worker.engine.binding import let_waiting_threads_sleep
-from ortlaunch.worker.supervision.user_frames import folded, raised_at
+from ortlaunch.worker.supervision.user_frames import fold_foreign_frames, user_source_location
 
 
 def main() -> int:
@@ -27,7 +27,7 @@ def main() -> int:
     let_waiting_threads_sleep(os.environ)
     # Other libraries import DeepSpeed, which would guess the device and warn.
     os.environ["DS_ACCELERATOR"] = "cpu"
-    expect_no_gpu("cpu")
+    silence_no_gpu_warning("cpu")
     task = TASKS[sys.argv[1]]
     assert task.request is not None, "the command starts ranks for the other tasks"
     try:
@@ -45,9 +45,9 @@ def main() -> int:
         return error.exit_status
     except Exception as error:
         # The user's own code may raise anything.
-        if raised_at(error) is None:
+        if user_source_location(error) is None:
             raise
-        print(folded(traceback.format_exc()), file=sys.stderr)
+        print(fold_foreign_frames(traceback.format_exc()), file=sys.stderr)
         return 1
 
 

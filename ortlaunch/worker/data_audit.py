@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ortlaunch.recipe.fields.data import HeldOut, uses_template
 from ortlaunch.worker.data import Conversations, LabelledTexts, LoadedData, OwnSamples
 from ortlaunch.worker.data.media.samples import LabelledImages, Recordings
-from ortlaunch.worker.data.mixture import at_hand, streams_of
+from ortlaunch.worker.data.mixture import readable_indices, streamed_parts
 from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data.samples import IGNORED
 
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 # Samples of each part that a training audits, in a fraction of a second; of samples longer than
 # `_USUAL` tokens as many fewer, but not fewer than `_LEAST`.
 AT_START = 1000
-_USUAL = 256
+_USUAL_TOKENS = 256
 _LEAST = 50
 # A finding of this share of the rows ends a training, unless data.allow_findings has its name.
 _SEVERE = {"no_answers": 0.9, "unknown_tokens": 0.5, "overlap": 0.5}
 # Fewer rows are a first try, whose findings are printed only.
-_ENOUGH = 100
+_LEAST_SEVERE_ROWS = 100
 # Words such as <|im_end|> in a template's text.
 _MARKS = re.compile(r"<\|[^|<>]+\|>|<\w+_of_\w+>")
 # Tokens of a shingle; hashes of a row's signature, and those of them that make one bucket.
@@ -42,17 +42,17 @@ _SHINGLE = 3
 _HASHES = 16
 _BAND = 4
 # Share of equal hashes from which two rows are near duplicates, an estimate of their Jaccard index.
-_NEAR = 0.75
+_NEAR_SHARE = 0.75
 # A shingle of more than this share of the rows is one of the template.
-_COMMON = 0.05
+_COMMON_SHARE = 0.05
 # Classes that are compared by name, and the share of the largest class below which one is rare.
 _MOST_CLASSES = 200
-_RARE = 0.05
+_RARE_SHARE = 0.05
 _EXAMPLE = 60
 # Tokens before the first one of an example that differs.
-_BEFORE = 2
+_TOKENS_BEFORE = 2
 # Share of unknown tokens that is no finding.
-_FEW = 0.001
+_USUAL_UNKNOWN_SHARE = 0.001
 # Attributes of samples that have other samples within: packs, and parts held out.
 _INNER = ("samples", "whole")
 # Samples without tokens.
@@ -78,9 +78,9 @@ class AuditFinding(NamedTuple):
     """Rows of which it is a share."""
 
     @property
-    def severe(self) -> bool:
+    def is_severe(self) -> bool:
         """Whether it ends a training, unless the recipe allows it."""
-        return self.share >= _SEVERE.get(self.name, 2.0) and self.rows >= _ENOUGH
+        return self.share >= _SEVERE.get(self.name, 2.0) and self.rows >= _LEAST_SEVERE_ROWS
 
 
 class AuditRow(NamedTuple):
@@ -104,84 +104,111 @@ class PartAudit(NamedTuple):
     rows: list[AuditRow]
     """The audited rows."""
     findings: list[AuditFinding]
-    of: str = ""
+    stream_text: str = ""
     """The part of a stream that the samples are from."""
-    places: int = 0
+    padded_length: int = 0
     """Tokens that each row is padded to; 0: rows are not padded to one length."""
 
-    def lines(self) -> list[str]:
+    def summary_lines(self) -> list[str]:
         """Return lines for the user: lengths, the share of tokens that count, and findings."""
         sizes = [len(row.ids) for row in self.rows]
         learned = sum(row.learned.sum() for row in self.rows) / sum(sizes)
-        span = f"{min(sizes)} to {max(sizes)} tokens a row, median {np.median(sizes):.0f}"
-        counts = f"{sizes[0]} tokens a row" if len({*sizes}) == 1 else span
-        counts += (
+        span_text = f"{min(sizes)} to {max(sizes)} tokens a row, median {np.median(sizes):.0f}"
+        length_text = f"{sizes[0]} tokens a row" if len({*sizes}) == 1 else span_text
+        length_text += (
             f", {learned:.1%} of them learned"
             if 0 < learned < 1
             else ", all learned" * bool(learned)
         )
-        padding = 1 - sum(sizes) / (len(sizes) * self.places) if self.places else 0.0
+        padding = 1 - sum(sizes) / (len(sizes) * self.padded_length) if self.padded_length else 0.0
         if padding > _MUCH_PADDING:
-            counts += f"; {padding:.0%} of each batch is padding: data.padding=longest avoids it"
+            length_text += (
+                f"; {padding:.0%} of each batch is padding: data.padding=longest avoids it"
+            )
         return [
-            f"{self.key}: {counts} (audit of {len(sizes):,} rows from {self.samples:,} samples{self.of})",
-            *(f"{self.key}: {each.text} ({each.name})" for each in self.findings),
+            f"{self.key}: {length_text} (audit of {len(sizes):,} rows from {self.samples:,} samples{self.stream_text})",
+            *(f"{self.key}: {finding.text} ({finding.name})" for finding in self.findings),
         ]
 
 
 # A training uses its audit twice.
 @functools.lru_cache(maxsize=1)
-def audits(data: LoadedData, most: int = AT_START, streams: bool = True) -> list[PartAudit]:
+def audit_parts(
+    data: LoadedData, max_samples: int = AT_START, streams: bool = True
+) -> list[PartAudit]:
     """Return the audits of the training and the evaluation samples; [] for custom data.
 
     Args:
         data: the data of the recipe.
-        most: largest number of samples of each part.
+        max_samples: largest number of samples of each part.
         streams: whether to audit streams, too, and so to wait for a window of each.
     """
     recipe = data.recipe
     length = recipe.data.sequence_length or 1
-    most = max(_LEAST, min(most, most * _USUAL // length))
-    made = list[PartAudit]()
+    max_samples = max(_LEAST, min(max_samples, max_samples * _USUAL_TOKENS // length))
+    part_audits = list[PartAudit]()
     for key, samples in data.parts.items():
-        sources = [*_sources(samples)]
-        if any(isinstance(each, _OF_TENSORS) for each in sources):
+        sources = [*_source_samples(samples)]
+        if any(isinstance(item, _OF_TENSORS) for item in sources):
             continue
-        flows = bool(streams_of(samples))
-        if flows and not streams:
+        is_streamed = bool(streamed_parts(samples))
+        if is_streamed and not streams:
             continue
-        hand = at_hand(samples)
-        chosen = np.unique(np.linspace(0, len(hand) - 1, min(most, len(hand))).astype(int))
+        available_indices = readable_indices(samples)
+        audited_places = np.unique(
+            np.linspace(
+                0, len(available_indices) - 1, min(max_samples, len(available_indices))
+            ).astype(int)
+        )
         rows = [
             row
-            for index in (hand[place] for place in chosen.tolist())
-            for row in _rows(samples.sample(index, 0), index, recipe.model.traits.label)
+            for index in (
+                available_indices[audited_place] for audited_place in audited_places.tolist()
+            )
+            for row in _sample_rows(samples.sample(index, 0), index, recipe.model.traits.label)
         ]
-        chats = [each for each in sources if isinstance(each, Conversations)]
+        chats = [item for item in sources if isinstance(item, Conversations)]
         # Neighbouring windows of plain text share phrases, and nobody wrote them twice.
-        apart = chats or any(isinstance(each, LabelledTexts) for each in sources)
-        found = itertools.chain(
-            _left_out(chats),
-            _tokens(rows, length, data.tokenizer),
-            _equal(rows, data.tokenizer, near=bool(apart)),
-            _answers(rows, length, data.tokenizer) if chats else (),
+        finds_near = chats or any(isinstance(item, LabelledTexts) for item in sources)
+        findings = itertools.chain(
+            _unlearned_chat_findings(chats),
+            _token_findings(rows, length, data.tokenizer),
+            _duplicate_findings(rows, data.tokenizer, with_near=bool(finds_near)),
+            _answer_findings(rows, length, data.tokenizer) if chats else (),
         )
-        of = " of the stream's next window; later ones are not audited" if flows else ""
+        stream_text = (
+            " of the stream's next window; later ones are not audited" if is_streamed else ""
+        )
         # Several rows are packed into a sample.
-        is_padded = len(rows) == len(chosen) and not recipe.data.lengths
-        made.append(PartAudit(key, len(hand), rows, [*found], of, length if is_padded else 0))
-    if len(made) > 1:
-        held = recipe.data.evaluation
-        same = isinstance(held, HeldOut) or recipe.data.train == held
-        made[1].findings.extend(_overlap(made[0].rows, made[1].rows, data.tokenizer, same))
-    if made:
+        is_padded = len(rows) == len(audited_places) and not recipe.data.lengths
+        part_audits.append(
+            PartAudit(
+                key,
+                len(available_indices),
+                rows,
+                [*findings],
+                stream_text,
+                length if is_padded else 0,
+            )
+        )
+    if len(part_audits) > 1:
+        evaluation_source = recipe.data.evaluation
+        is_same_source = (
+            isinstance(evaluation_source, HeldOut) or recipe.data.train == evaluation_source
+        )
+        part_audits[1].findings.extend(
+            _overlap_findings(
+                part_audits[0].rows, part_audits[1].rows, data.tokenizer, is_same_source
+            )
+        )
+    if part_audits:
         template = any(uses_template(source) for _, source in recipe.data.sources())
-        made[0].findings.extend(_split_marks(data.tokenizer) if template else ())
-        made[0].findings.extend(_misspelt(class_counts(data)))
-    return made
+        part_audits[0].findings.extend(_split_mark_findings(data.tokenizer) if template else ())
+        part_audits[0].findings.extend(_misspelt_class_findings(class_counts(data)))
+    return part_audits
 
 
-def require_sound(data: LoadedData, streams: bool) -> None:
+def require_no_severe_findings(data: LoadedData, streams: bool) -> None:
     """Refuse severe findings that the recipe does not allow.
 
     Args:
@@ -191,67 +218,75 @@ def require_sound(data: LoadedData, streams: bool) -> None:
     Raises:
         DataError: with the first one.
     """
-    for key, each in (
-        (part.key, each) for part in audits(data, streams=streams) for each in part.findings
+    for key, finding in (
+        (part.key, finding)
+        for part in audit_parts(data, streams=streams)
+        for finding in part.findings
     ):
-        if each.severe and each.name not in data.recipe.data.allow_findings:
+        if finding.is_severe and finding.name not in data.recipe.data.allow_findings:
             raise DataError(
-                f"{key}: {each.text}; see `ortlaunch data show`, and correct the data, or train "
-                f"all the same with data.allow_findings=[{each.name}]"
+                f"{key}: {finding.text}; see `ortlaunch data show`, and correct the data, or train "
+                f"all the same with data.allow_findings=[{finding.name}]"
             )
 
 
 def class_counts(data: LoadedData) -> Counter[str]:
     """Return the training rows of each class that has a name, for texts and images with a class."""
     counts = Counter[str]()
-    for part in _sources(data.train):
+    for part in _source_samples(data.train):
         if data.class_names and type(part) in (LabelledTexts, LabelledImages):
             counts.update({data.class_names[n]: rows for n, rows in zip(part.labels, part.counts)})
     return counts
 
 
-def _sources(samples: Any) -> Iterator[Any]:
+def _source_samples(samples: Any) -> Iterator[Any]:
     """Yield the samples of each source, without packs and parts around them."""
     for part in getattr(samples, "parts", [samples]):
         inner = [value for name, value in getattr(part, "__dict__", {}).items() if name in _INNER]
-        yield from _sources(inner[0]) if inner else [part]
+        yield from _source_samples(inner[0]) if inner else [part]
 
 
-def _left_out(chats: Sequence[Conversations]) -> Iterator[AuditFinding]:
-    total = sum(len(each.ends) for each in chats)
-    if without := total - sum(len(each.kept) for each in chats):
-        text = f"{without:,} of {total:,} chats have no learned token"
-        yield AuditFinding("no_answers", text, without / total, total)
+def _unlearned_chat_findings(chats: Sequence[Conversations]) -> Iterator[AuditFinding]:
+    total = sum(len(chat_source.ends) for chat_source in chats)
+    if unlearned := total - sum(len(chat_source.kept) for chat_source in chats):
+        text = f"{unlearned:,} of {total:,} chats have no learned token"
+        yield AuditFinding("no_answers", text, unlearned / total, total)
 
 
-def _rows(sample: Any, index: int, label: str) -> Iterator[AuditRow]:
+def _sample_rows(sample: Any, index: int, label_type: str) -> Iterator[AuditRow]:
     """Yield the rows of a sample: the documents of a pack, or one.
 
     Args:
         sample: the sample.
         index: its index.
-        label: the type of its labels, as in model_tasks.py; "": they are tokens.
+        label_type: the type of its labels, as in model_tasks.py; "": they are tokens.
     """
     ids = np.asarray(sample["input_ids"])
     labels = np.asarray(sample.get("labels", IGNORED))
     by_token = labels.shape == ids.shape
     learned = labels != IGNORED if by_token else np.zeros(len(ids), bool)
     # Where a token is masked, its label is the text.
-    ids = np.where(learned, labels, ids) if not label and by_token else ids
+    ids = np.where(learned, labels, ids) if not label_type and by_token else ids
     is_pack = "document_ids" in sample
     documents = np.asarray(
         sample["document_ids"] if is_pack else sample.get("attention_mask", np.ones(len(ids))) - 1
     )
-    for number in range(int(documents.max()) + 1):
-        of = documents == number
+    for document_index in range(int(documents.max()) + 1):
+        is_in_document = documents == document_index
         # The padding of a pack is a document without labels.
-        if not is_pack or learned[of].any():
-            tags = labels[of] if label == "word" else None
-            yield AuditRow(ids[of], learned[of], None if by_token else labels.item(), index, tags)
+        if not is_pack or learned[is_in_document].any():
+            tags = labels[is_in_document] if label_type == "word" else None
+            yield AuditRow(
+                ids[is_in_document],
+                learned[is_in_document],
+                None if by_token else labels.item(),
+                index,
+                tags,
+            )
 
 
-def _tokens(
-    rows: Sequence[AuditRow], length: int, tokenizer: PreTrainedTokenizerBase
+def _token_findings(
+    rows: Sequence[AuditRow], max_length: int, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[AuditFinding]:
     """Yield findings on tokens: unknown ones, two begin marks, and texts that are cut off."""
     unknown = tokenizer.unk_token_id
@@ -260,92 +295,105 @@ def _tokens(
     # Of some tokenizers one mark is all of these.
     is_mark = unknown in (None, tokenizer.eos_token_id, begin, tokenizer.pad_token_id)
     share = 0.0 if is_mark else float((tokens == unknown).mean())
-    twice = sum(begin is not None and [*row.ids[:2]] == [begin, begin] for row in rows)
-    cut = sum(row.label is not None and len(row.ids) >= length for row in rows)
-    if share > _FEW:
+    double_begins = sum(begin is not None and [*row.ids[:2]] == [begin, begin] for row in rows)
+    cut_rows = sum(row.label is not None and len(row.ids) >= max_length for row in rows)
+    if share > _USUAL_UNKNOWN_SHARE:
         text = f"{share:.1%} of the tokens are unknown to the tokenizer"
         yield AuditFinding("unknown_tokens", text, share, len(rows))
-    if twice:
-        yield AuditFinding("two_begin_marks", f"rows that begin with two begin marks: {twice:,}")
-    if cut:
-        text = f"{cut:,} of {len(rows):,} rows reach data.sequence_length ({length})"
+    if double_begins:
+        yield AuditFinding(
+            "two_begin_marks", f"rows that begin with two begin marks: {double_begins:,}"
+        )
+    if cut_rows:
+        text = f"{cut_rows:,} of {len(rows):,} rows reach data.sequence_length ({max_length})"
         yield AuditFinding("cut_rows", f"{text}; longer ones are cut")
 
 
-def _equal(
-    rows: Sequence[AuditRow], tokenizer: PreTrainedTokenizerBase, near: bool
+def _duplicate_findings(
+    rows: Sequence[AuditRow], tokenizer: PreTrainedTokenizerBase, with_near: bool
 ) -> Iterator[AuditFinding]:
-    """Yield findings on equal and, with `near`, nearly equal rows."""
-    first = dict[bytes, AuditRow]()
+    """Yield findings on equal and, with `with_near`, nearly equal rows."""
+    first_rows = dict[bytes, AuditRow]()
     for row in rows:
-        first.setdefault(row.ids.tobytes(), row)
-    again = [row for row in rows if first[row.ids.tobytes()] is not row]
-    for name, found, text in (
-        ("duplicates", again, "exact duplicates of other rows"),
+        first_rows.setdefault(row.ids.tobytes(), row)
+    repeated_rows = [row for row in rows if first_rows[row.ids.tobytes()] is not row]
+    for name, faulty_rows, text in (
+        ("duplicates", repeated_rows, "exact duplicates of other rows"),
         (
             "conflicting_labels",
-            [row for row in again if row.label != first[row.ids.tobytes()].label],
+            [row for row in repeated_rows if row.label != first_rows[row.ids.tobytes()].label],
             "duplicates of other rows with another label",
         ),
         (
             "near_duplicates",
-            [*_near([*first.values()])] if near else [],
+            [*_near_duplicates([*first_rows.values()])] if with_near else [],
             "near duplicates of other rows",
         ),
     ):
-        if found:
-            example = _text(found[0], [*first.values()], tokenizer)
-            yield AuditFinding(name, f"{text}: {len(found):,}, as {example}")
+        if faulty_rows:
+            example = _distinguishing_text(faulty_rows[0], [*first_rows.values()], tokenizer)
+            yield AuditFinding(name, f"{text}: {len(faulty_rows):,}, as {example}")
 
 
-def _near(rows: Sequence[AuditRow]) -> Iterator[AuditRow]:
+def _near_duplicates(rows: Sequence[AuditRow]) -> Iterator[AuditRow]:
     """Yield rows that differ little from an earlier one, by MinHash (Broder 1997) in linear time."""
-    kept = [row for row in rows if len(row.ids) > 2 * _SHINGLE]
-    found = [np.unique(_shingles(row.ids)) for row in kept]
-    if not found:
+    long_rows = [row for row in rows if len(row.ids) > 2 * _SHINGLE]
+    shingles_by_row = [np.unique(_shingle_hashes(row.ids)) for row in long_rows]
+    if not shingles_by_row:
         return
-    known, counts = np.unique(np.concatenate(found), return_counts=True)
-    common = known[counts > max(10, _COMMON * len(kept))]
+    all_shingles, counts = np.unique(np.concatenate(shingles_by_row), return_counts=True)
+    common = all_shingles[counts > max(10, _COMMON_SHARE * len(long_rows))]
     buckets = dict[tuple[int, bytes], NDArray[np.uint64]]()
-    for row, shingles in zip(kept, found):
-        own = shingles[~np.isin(shingles, common, assume_unique=True)]
-        if len(own) < _SHINGLE:
+    for row, shingles in zip(long_rows, shingles_by_row):
+        rare_shingles = shingles[~np.isin(shingles, common, assume_unique=True)]
+        if len(rare_shingles) < _SHINGLE:
             continue
-        signature = (own[:, None] * _FACTORS[:_HASHES] >> np.uint64(7)).min(0)
-        bands = [(at, signature[at : at + _BAND].tobytes()) for at in range(0, _HASHES, _BAND)]
+        signature = (rare_shingles[:, None] * _FACTORS[:_HASHES] >> np.uint64(7)).min(0)
+        bands = [
+            (band_start, signature[band_start : band_start + _BAND].tobytes())
+            for band_start in range(0, _HASHES, _BAND)
+        ]
         others = [buckets.setdefault(band, signature) for band in bands]
-        if any(other is not signature and (other == signature).mean() >= _NEAR for other in others):
+        if any(
+            other is not signature and (other == signature).mean() >= _NEAR_SHARE
+            for other in others
+        ):
             yield row
 
 
-def _shingles(ids: _Ints) -> NDArray[np.uint64]:
+def _shingle_hashes(ids: _Ints) -> NDArray[np.uint64]:
     """Return a hash of each run of `_SHINGLE` tokens."""
     runs = np.lib.stride_tricks.sliding_window_view(ids.astype(np.uint64), _SHINGLE)
     mixed = (runs + np.uint64(1)) * _FACTORS[_HASHES:]
-    found: NDArray[np.uint64] = np.bitwise_xor.reduce(mixed ^ (mixed >> np.uint64(29)), axis=1)
-    return found
+    hashes: NDArray[np.uint64] = np.bitwise_xor.reduce(mixed ^ (mixed >> np.uint64(29)), axis=1)
+    return hashes
 
 
-def _answers(
-    rows: Sequence[AuditRow], length: int, tokenizer: PreTrainedTokenizerBase
+def _answer_findings(
+    rows: Sequence[AuditRow], max_length: int, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[AuditFinding]:
     """Yield findings on answers: cut off, empty, or without an end mark."""
     added = tokenizer.added_tokens_decoder.items()
-    special = {*tokenizer.all_special_ids, *(number for number, each in added if each.special)}
+    special = {
+        *tokenizer.all_special_ids,
+        *(token_id for token_id, added_token in added if added_token.special),
+    }
     # It is no end mark, unless one mark is all of them.
     special -= {tokenizer.unk_token_id} - {tokenizer.eos_token_id}
     counts = Counter[str]()
     for row in rows:
         edges = np.flatnonzero(np.diff(row.learned, prepend=False, append=False))
-        for first, after in edges.reshape(-1, 2).tolist():
+        for answer_start, answer_end in edges.reshape(-1, 2).tolist():
             # A line end may follow the mark.
-            ends = not special.isdisjoint(row.ids[max(first, after - 2) : after + 1].tolist())
-            words = {*row.ids[first:after].tolist()} - special
-            empty = len(words) <= 1 and not str(tokenizer.decode([*words])).strip()
-            counts["cut_answers" if after == length else "no_end_mark"] += not ends
+            ends = not special.isdisjoint(
+                row.ids[max(answer_start, answer_end - 2) : answer_end + 1].tolist()
+            )
+            answer_tokens = {*row.ids[answer_start:answer_end].tolist()} - special
+            empty = len(answer_tokens) <= 1 and not str(tokenizer.decode([*answer_tokens])).strip()
+            counts["cut_answers" if answer_end == max_length else "no_end_mark"] += not ends
             counts.update({"answers": 1, "empty_answers": empty})
     for name, text in (
-        ("cut_answers", f"are cut off by data.sequence_length ({length})"),
+        ("cut_answers", f"are cut off by data.sequence_length ({max_length})"),
         (
             "no_end_mark",
             "have no end mark, so the model does not learn to end an answer: write {{ eos_token }} "
@@ -358,66 +406,72 @@ def _answers(
             yield AuditFinding(name, f"{counts[name]:,} of {counts['answers']:,} answers {text}")
 
 
-def _split_marks(tokenizer: PreTrainedTokenizerBase) -> Iterator[AuditFinding]:
+def _split_mark_findings(tokenizer: PreTrainedTokenizerBase) -> Iterator[AuditFinding]:
     """Yield the marks of the chat template that are no tokens of the tokenizer."""
-    known = tokenizer.get_vocab()
-    if split := sorted({*_MARKS.findall(str(tokenizer.chat_template))} - known.keys()):
-        text = f"{', '.join(split)} of the chat template are no tokens of data.tokenizer"
+    vocabulary = tokenizer.get_vocab()
+    if split_marks := sorted({*_MARKS.findall(str(tokenizer.chat_template))} - vocabulary.keys()):
+        text = f"{', '.join(split_marks)} of the chat template are no tokens of data.tokenizer"
         yield AuditFinding("split_marks", f"{text}; is it another model's? (data.added_tokens)")
 
 
-def _overlap(
-    train: Sequence[AuditRow],
-    rows: Sequence[AuditRow],
+def _overlap_findings(
+    train_rows: Sequence[AuditRow],
+    evaluation_rows: Sequence[AuditRow],
     tokenizer: PreTrainedTokenizerBase,
-    same: bool,
+    is_same_source: bool,
 ) -> Iterator[AuditFinding]:
     """Yield the evaluation rows that are training rows, too.
 
     Args:
-        train, rows: the rows of the training and of the evaluation samples.
+        train_rows, rows: the rows of the training and of the evaluation samples.
         tokenizer: their tokenizer.
-        same: whether the recipe has one source for both, so that its user knows of it.
+        is_same_source: whether the recipe has one source for both, so that its user knows of it.
     """
-    known = {row.ids.tobytes() for row in train}
-    if found := [row for row in rows if row.ids.tobytes() in known]:
-        text = f"{len(found):,} of {len(rows):,} rows are in data.train, too, as "
-        share = 0.0 if same else len(found) / len(rows)
-        example = _text(found[0], train, tokenizer)
-        yield AuditFinding("overlap", text + example, share, len(rows))
+    training_rows = {row.ids.tobytes() for row in train_rows}
+    if shared_rows := [row for row in evaluation_rows if row.ids.tobytes() in training_rows]:
+        text = f"{len(shared_rows):,} of {len(evaluation_rows):,} rows are in data.train, too, as "
+        share = 0.0 if is_same_source else len(shared_rows) / len(evaluation_rows)
+        example = _distinguishing_text(shared_rows[0], train_rows, tokenizer)
+        yield AuditFinding("overlap", text + example, share, len(evaluation_rows))
 
 
-def _misspelt(counts: dict[str, int]) -> Iterator[AuditFinding]:
+def _misspelt_class_findings(rows_by_class: dict[str, int]) -> Iterator[AuditFinding]:
     """Yield rare classes whose name is nearly that of another one.
 
     Args:
-        counts: rows of each class.
+        rows_by_class: rows of each class.
     """
-    names = sorted(counts, key=lambda name: -counts[name])[:_MOST_CLASSES]
-    for number, name in enumerate(names):
-        folded = {other.strip().lower(): other for other in names[:number]}
-        rare = counts[name] <= max(1, _RARE * counts[names[0]])
-        close = difflib.get_close_matches(name.strip().lower(), folded, 1, 0.8 if rare else 1.0)
+    names = sorted(rows_by_class, key=lambda name: -rows_by_class[name])[:_MOST_CLASSES]
+    for class_index, name in enumerate(names):
+        name_by_folded = {other.strip().lower(): other for other in names[:class_index]}
+        rare = rows_by_class[name] <= max(1, _RARE_SHARE * rows_by_class[names[0]])
+        close = difflib.get_close_matches(
+            name.strip().lower(), name_by_folded, 1, 0.8 if rare else 1.0
+        )
         if close:
-            other = folded[close[0]]
+            other = name_by_folded[close[0]]
             yield AuditFinding(
                 "misspelt_class",
-                f"class {name!r} (rows: {counts[name]:,}) looks like {other!r} ({counts[other]:,})",
+                f"class {name!r} (rows: {rows_by_class[name]:,}) looks like {other!r} ({rows_by_class[other]:,})",
             )
 
 
-def _text(row: AuditRow, others: Sequence[AuditRow], tokenizer: PreTrainedTokenizerBase) -> str:
+def _distinguishing_text(
+    row: AuditRow, other_rows: Sequence[AuditRow], tokenizer: PreTrainedTokenizerBase
+) -> str:
     """Return the text of a row from the token in which it differs from all other rows."""
-    start = max((_shared(row.ids, each.ids) for each in others), default=0)
+    start = max(
+        (_shared_prefix_length(row.ids, other_row.ids) for other_row in other_rows), default=0
+    )
     # A token is often a part of a word.
-    first = max(0, start - _BEFORE)
-    text = str(tokenizer.decode(row.ids[first:].tolist(), skip_special_tokens=True))
-    return repr(("... " if first else "") + " ".join(text.split())[:_EXAMPLE])
+    first_token = max(0, start - _TOKENS_BEFORE)
+    text = str(tokenizer.decode(row.ids[first_token:].tolist(), skip_special_tokens=True))
+    return repr(("... " if first_token else "") + " ".join(text.split())[:_EXAMPLE])
 
 
-def _shared(ids: _Ints, others: _Ints) -> int:
+def _shared_prefix_length(ids: _Ints, other_ids: _Ints) -> int:
     """Return the number of tokens with which two rows begin alike; 0 for equal rows."""
-    size = min(len(ids), len(others))
-    differs = np.flatnonzero(ids[:size] != others[:size])
+    size = min(len(ids), len(other_ids))
+    differs = np.flatnonzero(ids[:size] != other_ids[:size])
     equal = size if size < len(ids) else 0
     return int(differs[0]) if len(differs) else equal

@@ -15,13 +15,13 @@ from ortlaunch.worker.data.streams.samples import ENDLESS
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
 
-def with_steps(
+def resolve_max_steps(
     recipe: Recipe,
     batch: BatchPlan,
     run: RunDir,
     group: DistributedContext,
-    samples: int,
-    found: CompleteCheckpoint | None,
+    sample_count: int,
+    start_checkpoint: CompleteCheckpoint | None,
 ) -> Recipe:
     """Return the recipe with `train.max_steps`, computed from `train.epochs` if set (collective).
 
@@ -35,8 +35,8 @@ def with_steps(
         batch: the batch sizes of this run.
         run: the run folder.
         group: the ranks of the run.
-        samples: the number of training samples.
-        found: the checkpoint to resume from, or None.
+        sample_count: the number of training samples.
+        start_checkpoint: the checkpoint to resume from, or None.
 
     Raises:
         InputError: ranks have read different numbers of samples, or the warm-up is longer than the
@@ -44,30 +44,36 @@ def with_steps(
     """
     epochs = recipe.train.epochs
     intervals = {
-        name: round(every * samples / batch.global_samples, 3)
-        for name, every in recipe.epoch_intervals()
+        name: round(every_epochs * sample_count / batch.global_samples, 3)
+        for name, every_epochs in recipe.epoch_intervals()
     }
     if epochs is None and not intervals:
         return recipe
-    counts = group.gather(samples)
+    counts = group.gather(sample_count)
     if len(set(counts)) > 1:
         raise InputError(
             "train: a length in epochs, and ranks have different numbers of samples: "
             f"{', '.join(map(str, sorted(set(counts))))}"
         )
     # The samples of the first start count, because the schedule runs over its steps.
-    begun = _begun(run, epochs) or {"epochs": epochs, "samples": samples}
-    done, seen = (found.step, samples_trained_on(run, found.samples)) if found else (0, 0)
+    recorded_length = _recorded_length(run, epochs) or {"epochs": epochs, "samples": sample_count}
+    done_steps, seen_samples = (
+        (start_checkpoint.step, samples_trained_on(run, start_checkpoint.samples))
+        if start_checkpoint
+        else (0, 0)
+    )
     steps = recipe.train.max_steps
     if steps is None:
-        left = ((epochs or 0) * begun["samples"] - seen) / batch.global_samples
+        steps_left = (
+            (epochs or 0) * recorded_length["samples"] - seen_samples
+        ) / batch.global_samples
         # Rounded before ceil, so that a rounding error of the division does not add a step.
-        steps = max(1, done, done + math.ceil(round(left, 6)))
+        steps = max(1, done_steps, done_steps + math.ceil(round(steps_left, 6)))
     if group.rank == 0:
-        length = {"epochs": epochs, "samples": begun["samples"], "max_steps": steps}
+        length = {"epochs": epochs, "samples": recorded_length["samples"], "max_steps": steps}
         write_json_atomically(run.steps, {**length, **intervals})
-        if begun["samples"] != samples:
-            print(f"the data has {samples:,} samples, and had {begun['samples']:,} when this run "
+        if recorded_length["samples"] != sample_count:
+            print(f"the data has {sample_count:,} samples, and had {recorded_length['samples']:,} when this run "
                 f"began; the run keeps its {steps:,} steps", flush=True)  # fmt: skip
     schedule = recipe.schedule
     decay = round(schedule.decay_ratio * steps) if schedule.name == "wsd" else 0
@@ -79,40 +85,40 @@ def with_steps(
     return recipe.model_copy(update={"train": recipe.train.model_copy(update={"max_steps": steps})})
 
 
-def _begun(run: RunDir, epochs: float | None) -> Json | None:
+def _recorded_length(run: RunDir, epochs: float | None) -> Json | None:
     """Return the length that this run recorded at its start, if it has the same epochs now."""
     # Without a complete checkpoint the run starts from the beginning.
     if not run.steps.exists() or not run.complete_checkpoints():
         return None
-    found: Json = read_own_json(run.steps)
-    return found if found["epochs"] == epochs else None
+    length_record: Json = read_own_json(run.steps)
+    return length_record if length_record["epochs"] == epochs else None
 
 
 def length_line(
-    recipe: Recipe, batch: BatchPlan, samples: int, steps_done: int = 0, samples_done: int = 0
+    recipe: Recipe, batch: BatchPlan, sample_count: int, steps_done: int = 0, samples_done: int = 0
 ) -> str:
     """Return a line for the terminal with the length in steps, samples and epochs.
 
     Args:
         recipe: the run's recipe.
         batch: the batch of the steps to come.
-        samples: samples of the data.
+        sample_count: samples of the data.
         steps_done: steps of the checkpoint from which the run continues.
         samples_done: the samples of these steps, whose batch may have had another size.
     """
-    left = max(recipe.train.steps - steps_done, 0)
-    seen = samples_done + left * batch.global_samples
-    steps = f"{left:,} steps of {batch.global_samples:,} are {seen - samples_done:,} samples"
+    steps_left = max(recipe.train.steps - steps_done, 0)
+    seen_samples = samples_done + steps_left * batch.global_samples
+    steps = f"{steps_left:,} steps of {batch.global_samples:,} are {seen_samples - samples_done:,} samples"
     if steps_done:
-        steps += f", {seen:,} with those of the {steps_done:,} steps before"
-    if samples >= ENDLESS:
+        steps += f", {seen_samples:,} with those of the {steps_done:,} steps before"
+    if sample_count >= ENDLESS:
         return f"data: streamed; {steps}"
-    per_epoch = samples / batch.global_samples
+    per_epoch = sample_count / batch.global_samples
     repeated = f" (a step takes samples up to {math.ceil(1 / per_epoch):,} times)"
     return (
-        f"data: {samples:,} samples; {steps}, {float(f'{seen / samples:.3g}'):,.9g} epochs"
+        f"data: {sample_count:,} samples; {steps}, {float(f'{seen_samples / sample_count:.3g}'):,.9g} epochs"
         + (repeated if per_epoch < 1 else "")
     ) + "".join(
-        f"; {name.replace('_', ' ')} {every:g} epochs: {max(1.0, every * per_epoch):,.4g} steps"
-        for name, every in recipe.epoch_intervals()
+        f"; {name.replace('_', ' ')} {every_epochs:g} epochs: {max(1.0, every_epochs * per_epoch):,.4g} steps"
+        for name, every_epochs in recipe.epoch_intervals()
     )

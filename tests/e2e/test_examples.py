@@ -14,7 +14,7 @@ import pytest
 from ortlaunch.recipe import load
 from ortlaunch.resolve import shipped
 from ortlaunch.worker.data import collate
-from ortlaunch.worker.model.model import loss_of
+from ortlaunch.worker.model.model import required_loss
 from tests.e2e.runs import COMMAND, environment
 from tests.ort import needs_ort
 
@@ -63,7 +63,7 @@ def test_the_modules_of_an_example_fit_together(name: str, monkeypatch: pytest.M
     assert len(samples) == source.arguments["samples"]
     batch, again = (collate([samples[0], samples[5]]) for _ in range(2))
     assert all(batch[key].equal(again[key]) for key in batch)
-    loss_of(model(**batch)).backward()
+    required_loss(model(**batch)).backward()
     assert all(
         parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad
     )

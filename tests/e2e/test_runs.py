@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from ortlaunch.evaluation_metrics import METRICS
 from ortlaunch.run_folder.folder import RunDir, read_own_json, write_json_atomically
 from ortlaunch.run_folder.records import EvaluationLine, MetricsLine
-from ortlaunch.worker.engine.allocator import KEPT
+from ortlaunch.worker.engine.allocator import KEPT_MEMORY_TEXT
 from tests.e2e.runs import (
     BERT,
     COMMAND,
@@ -367,7 +367,7 @@ def test_bert_learns_on_onnx_runtime(bert: Run) -> None:
     assert truth["optimizer"]["used"] == "torch.optim.AdamW(fused=True)"
     assert truth["attention"] == "sdpa"  # with the model's attention dropout
     # Only glibc has settings for freed memory.
-    assert truth["freed_memory"].startswith(KEPT) or platform.libc_ver()[0] != "glibc"
+    assert truth["freed_memory"].startswith(KEPT_MEMORY_TEXT) or platform.libc_ver()[0] != "glibc"
 
 
 @needs_ort

@@ -13,7 +13,7 @@ import torch
 from ortlaunch.recipe import parse_resolved
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker.data import LoadedData, collate
-from ortlaunch.worker.export.export_checkpoint import trained as checkpoint_model
+from ortlaunch.worker.export.export_checkpoint import load_trained_model as checkpoint_model
 from tests.e2e.runs import (
     BERT,
     COMMAND,

@@ -16,7 +16,7 @@ import time
 from ortlaunch import start
 from ortlaunch.rank import LAUNCHER_VARIABLE, Rank
 from ortlaunch.run_folder.folder import RunDir, write_json_atomically, write_text_atomically
-from ortlaunch.worker.supervision.requests import RankRequest, Requests
+from ortlaunch.worker.supervision.requests import RankRequest, RankRequests
 
 
 def live(run: RunDir, rank: Rank, *_: object) -> int:
@@ -27,8 +27,8 @@ def live(run: RunDir, rank: Rank, *_: object) -> int:
     how = recipe["model"]["arguments"].get("how", "")
     if how == "ignore SIGTERM":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    requests = Requests()
-    requests.listen()
+    requests = RankRequests()
+    requests.start_listening()
     # As collectives do: no rank trains while another one cannot handle a request yet.
     _agree(run, rank, f"began-{os.environ.get(LAUNCHER_VARIABLE)}", 60)
     for step in range(1, recipe["train"]["max_steps"] + 1):
@@ -95,7 +95,7 @@ def _end(how: str, run: RunDir) -> None:
 def _be_a_rank() -> int:
     from ortlaunch.worker import __main__ as worker
 
-    worker.live = live
+    worker.run_rank = live
     return worker.main()
 
 

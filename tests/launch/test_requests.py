@@ -35,7 +35,7 @@ from ortlaunch.launch_plan import Plan
 from ortlaunch.other_runs.status import read_status
 from ortlaunch.planning.hosts import Host
 from ortlaunch.run_folder.folder import RunDir, write_json_atomically, write_text_atomically
-from ortlaunch.worker.supervision.surroundings import Surroundings
+from ortlaunch.worker.supervision.surroundings import RunSurroundings
 from tests.launch import light
 from tests.launch.tiny import LAUNCHERS, ORTLAUNCH, RECIPE, ortlaunch, write_recipe
 from tests.makers import host, plan, recipe
@@ -185,7 +185,7 @@ def test_a_host_that_ssh_loses_is_the_cause(tmp_path: Path) -> None:
     assert end.text.startswith(
         "ortlaunch: rank 1 on host far is lost, and all others of that host: ssh to far ended with"
     )
-    assert Surroundings(run, 1).are_gone()
+    assert RunSurroundings(run, 1).is_run_ending()
 
 
 def test_torchrun_takes_equal_hosts() -> None:

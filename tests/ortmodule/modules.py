@@ -17,7 +17,7 @@ from ortlaunch.ortmodule.base.graph import Graph
 from ortlaunch.ortmodule.witness import Witness
 from ortlaunch.recipe.fields.engine import Engine
 from ortlaunch.recipe.rules.rules import broken, device_rules
-from ortlaunch.worker.engine.ort_settings import prepare, settings_of
+from ortlaunch.worker.engine.ort_settings import ortmodule_settings, prepare_ortmodule
 from ortlaunch.worker.model.model import LossModule
 from tests.makers import recipe
 
@@ -30,7 +30,8 @@ def wrapped(
 ) -> Any:
     """Return an ORTModule with these settings of a recipe."""
     return ORTModule(
-        module, settings_of(Engine(**settings), threads=threads, allow_fallback=allow_fallback)
+        module,
+        ortmodule_settings(Engine(**settings), threads=threads, allow_fallback=allow_fallback),
     )
 
 
@@ -152,7 +153,7 @@ def language_model(family: str, attention: str, dropout: float = 0.0) -> LossMod
 
 def stepped(module: nn.Module, **settings: Any) -> Any:
     """Return the module under engine ort after one forward and backward pass on IDS."""
-    prepare(Engine(**settings), {})
+    prepare_ortmodule(Engine(**settings), {})
     ours = wrapped(module, **settings)
     ours(IDS).backward()
     return ours

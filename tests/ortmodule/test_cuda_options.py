@@ -16,7 +16,7 @@ from ortlaunch.errors import EngineError
 from ortlaunch.ortmodule import Settings, options
 from ortlaunch.ortmodule.witness import Witness
 from ortlaunch.recipe.fields.engine import Engine
-from ortlaunch.worker.engine.ort_settings import prepare
+from ortlaunch.worker.engine.ort_settings import prepare_ortmodule
 from tests.ort import needs_ort
 from tests.ortmodule.modules import Words, manager_of, python, refused, stepped
 
@@ -87,7 +87,7 @@ def test_triton() -> None:
     with pytest.raises(
         EngineError, match=r"engine\.triton: the installed ONNX Runtime was built without Triton"
     ):
-        prepare(Engine(triton=True), {})
+        prepare_ortmodule(Engine(triton=True), {})
 
 
 def test_triton_config() -> None:

@@ -19,7 +19,7 @@ from ortlaunch.ortmodule.base.graph import size
 from ortlaunch.ortmodule.build import extensions
 from ortlaunch.ortmodule.witness import Witness
 from ortlaunch.recipe.fields.engine import Engine
-from ortlaunch.worker.engine.ort_settings import prepare
+from ortlaunch.worker.engine.ort_settings import prepare_ortmodule
 from tests.ort import needs_ort
 from tests.ortmodule.modules import Words, executed, manager_of, refused, stepped, training_graph
 
@@ -297,7 +297,7 @@ def refuses_without_interop(**settings: Any) -> None:
     with pytest.raises(
         EngineError, match=rf"engine\.{next(iter(settings))}: needs .* torch_interop_utils"
     ):
-        prepare(Engine(**settings), {})
+        prepare_ortmodule(Engine(**settings), {})
 
 
 # By field: its check in this file, or the test elsewhere that shows its effect, as "path::test".
@@ -425,4 +425,4 @@ def test_a_host_whose_environment_contradicts_is_refused() -> None:
     with pytest.raises(
         EngineError, match=r"LEVEL=1 on this host contradicts engine.memory_optimization \(0\)"
     ):
-        prepare(Engine(), {"ORTMODULE_MEMORY_OPT_LEVEL": "1"})
+        prepare_ortmodule(Engine(), {"ORTMODULE_MEMORY_OPT_LEVEL": "1"})

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ortlaunch.rank import Rank
-from ortlaunch.worker.process_group.agreement import agreement
+from ortlaunch.worker.process_group.agreement import open_agreement
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.supervision.requests import RankRequest
 from tests.worker.leaving import leave
@@ -30,19 +30,19 @@ def main(rank: int, folder: Path) -> None:
     )
     group = DistributedContext(Rank(rank, 2, rank, 2), torch.device("cpu"))
     decided = []
-    with agreement(group) as agreed:
+    with open_agreement(group) as agreed:
         for step in range(STEPS):
             if str(step) in plan:
-                agreed.add(RankRequest[plan[str(step)]])
-            agreed.begin()
+                agreed.add_request(RankRequest[plan[str(step)]])
+            agreed.send_request()
             # The step's own communication, on the first group.
             dist.all_reduce(torch.ones(1000))
-            asked = agreed.end()
+            asked = agreed.finish_agreement()
             if asked is RankRequest.SAVE:
-                agreed.saved()
+                agreed.clear_save_and_agree()
             decided.append(asked.name)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-            agreed.now()
+            agreed.agree_now()
     (folder / f"profiled_{rank}.json").write_text(
         json.dumps([event.name for event in profiler.events()])
     )
@@ -50,7 +50,9 @@ def main(rank: int, folder: Path) -> None:
     # A file's name need not be text: Python's \udc80 is the byte 0x80.
     texts = [group.gather(text) for text in (f"{rank} é \udc80" * (1 + 3 * rank), "")]
     mine = np.arange(4 * rank, dtype=np.int16).reshape(rank, 4)
-    arrays = group.collect({"a/b": mine, "empty": np.zeros((0, 3)), "c": np.array([rank == 1])})
+    arrays = group.gather_arrays_on_rank_0(
+        {"a/b": mine, "empty": np.zeros((0, 3)), "c": np.array([rank == 1])}
+    )
     found = [{name: (str(a.dtype), a.tolist()) for name, a in each.items()} for each in arrays]
     (folder / f"gathered_{rank}.json").write_text(json.dumps([texts, found]))
     leave()

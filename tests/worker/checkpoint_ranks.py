@@ -17,10 +17,10 @@ from torch import nn
 
 from ortlaunch.rank import Rank
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.worker.checkpoint.background import Background
-from ortlaunch.worker.checkpoint.restore import load
-from ortlaunch.worker.checkpoint.snapshot import take
-from ortlaunch.worker.checkpoint.transaction import snapshot, write
+from ortlaunch.worker.checkpoint.background import BackgroundTask
+from ortlaunch.worker.checkpoint.restore import load_checkpoint
+from ortlaunch.worker.checkpoint.snapshot import rank_snapshot
+from ortlaunch.worker.checkpoint.transaction import take_agreed_snapshot, write_snapshot
 from ortlaunch.worker.engine.lamb import Lamb
 from ortlaunch.worker.engine.stepping import DeepSpeedStepper, Stepper, TorchStepper
 from ortlaunch.worker.process_group.distributed import DistributedContext
@@ -108,8 +108,10 @@ def steps(stepper: Stepper, group: DistributedContext, which: range) -> list[flo
         # The data depend on the step alone, so a resumed training gets the same.
         x = torch.randn(SAMPLES, 7, generator=torch.Generator().manual_seed(step))
         mine = x[group.rank * share : (group.rank + 1) * share]
-        losses.append(group.mean(float(stepper.micro_step({"x": mine}, last=True))))
-        stepper.apply(RATE / (step + 1))
+        losses.append(
+            group.mean_over_ranks(float(stepper.micro_step({"x": mine}, is_last_of_step=True)))
+        )
+        stepper.clip_and_step(RATE / (step + 1))
     return losses
 
 
@@ -147,7 +149,7 @@ def interrupted(
     first = build(way, group)
     steps(first, group, range(SAVED))
     folder.mkdir(parents=True, exist_ok=True)
-    take(first.named_state(), {"step": SAVED}, group).write(folder)
+    rank_snapshot(first.named_state(), {"step": SAVED}, group).write_files(folder)
     close(first)
     group.barrier()
     found["resumed"] = resumed(way, folder, group, losses[:SAVED])
@@ -163,15 +165,15 @@ def beside(
     """
     run = RunDir(folder)
     # A second group of the same ranks.
-    apart = group.apart()
+    apart = group.duplicate_on_new_group()
     straight = build(way, group)
     losses = steps(straight, group, range(SAVED))
-    taken = snapshot(run, group, straight, SAVED, {"step": SAVED}, copied=True)
-    written = Background(lambda: write(run, {}, apart, taken, SAVED, SAVED * SAMPLES))
+    taken = take_agreed_snapshot(run, group, straight, SAVED, {"step": SAVED}, copies_to_host=True)
+    written = BackgroundTask(lambda: write_snapshot(run, {}, apart, taken, SAVED, SAVED * SAMPLES))
     losses += steps(straight, group, range(SAVED, STEPS))
     found = {"straight": (losses, weights(straight))}
     close(straight)
-    written.wait()
+    written.wait_and_raise()
     return {**found, "resumed": resumed(way, run.checkpoint_folder(SAVED), group, losses[:SAVED])}
 
 
@@ -180,7 +182,7 @@ def resumed(
 ) -> tuple[list[float], list[float]]:
     """Resume a training, and return its losses and weights."""
     second = build(way, group)
-    state = load(folder, second.named_state(), group)
+    state = load_checkpoint(folder, second.named_state(), group)
     after = steps(second, group, range(state["step"], STEPS))
     now = weights(second)
     close(second)

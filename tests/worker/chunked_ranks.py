@@ -110,7 +110,7 @@ def step(engine_name: str, zero: str, family: str, group: Any) -> dict[str, Any]
         # Smaller gradients are only rounding.
         if gradient.norm() > 1e-3 * max(each.norm() for each in gradients.values())
     }
-    truth = engine.report().to_json()
+    truth = engine.engine_report().to_json()
     found = {
         "loss": abs(group.mean(float(loss)) - true_loss) / true_loss,
         "gradients": apart,

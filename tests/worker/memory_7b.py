@@ -35,7 +35,7 @@ OTHERS = {"optimizer": {"name": "adamw", "learning_rate": 1.0}, "train": {"max_s
           "engine": {"name": "eager", "chunked_loss": "off"}}  # fmt: skip
 
 
-MOVE = engine._move
+MOVE = engine._move_model
 
 
 class FirstRank(DistributedContext):
@@ -101,7 +101,7 @@ def count(sections: dict[str, Any]) -> dict[str, int]:
             # weights.
             parameter.data = parameter.data.clone()
 
-    engine._move = move
+    engine._move_model = move
     with FakeTensorMode(allow_non_fake_inputs=True), counted:
         built = build_model(recipe, NoData())  # type: ignore[arg-type]
         size = counted.now
@@ -119,7 +119,7 @@ def main(cases: dict[str, Any]) -> None:
 
     # Stand-ins: a device with space for a flat copy, no values, no addresses, and moves to where a
     # tensor already is.
-    matmul_precision.mantissa_bits = lambda *_: 23
+    matmul_precision.measure_mantissa_bits = lambda *_: 23
     get_accelerator().available_memory = lambda *_: 2**60
     get_accelerator().is_fp16_supported = lambda: True
     FakeTensor.data_ptr = lambda self: 0  # type: ignore[method-assign]

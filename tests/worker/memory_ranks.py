@@ -21,7 +21,7 @@ import torch
 from ortlaunch.planning.hosts import Host
 from ortlaunch.rank import Rank
 from ortlaunch.run_folder.records import as_json
-from ortlaunch.worker.checkpoint.snapshot import BUFFER, take
+from ortlaunch.worker.checkpoint.snapshot import BUFFER, rank_snapshot
 from ortlaunch.worker.data import Batches, make_samples  # noqa: F401  (imported before the fork)
 from ortlaunch.worker.engine.engine import build_engine
 from ortlaunch.worker.engine.memory_use import MemoryUse
@@ -65,14 +65,14 @@ def measure(rank: int, folder: Path, sections: dict[str, Any]) -> NoReturn:
     for _ in range(2):
         for accumulation in range(ACCUMULATION):
             engine.stepper.micro_step(
-                engine.to_device(sample), last=accumulation == ACCUMULATION - 1
+                engine.to_device(sample), is_last_of_step=accumulation == ACCUMULATION - 1
             )
-        memory.record_usage(engine.stepper)
-        engine.stepper.apply(1e-4)
-        memory.record_usage(engine.stepper)
-    record = memory.record(settled, group)
+        memory.count_live_tensors(engine.stepper)
+        engine.stepper.clip_and_step(1e-4)
+        memory.count_live_tensors(engine.stepper)
+    record = memory.memory_report(settled, group)
     assert settled.memory is not None
-    entries = take(engine.stepper.named_state(), {}, group).tensors
+    entries = rank_snapshot(engine.stepper.named_state(), {}, group).tensors
     saved = sum(flat.nbytes for key, _, flat in entries if not key.startswith(BUFFER))
     store.add("done", 1)
     # The first to exit would break the other's last message.

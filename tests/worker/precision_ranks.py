@@ -48,7 +48,7 @@ def main() -> None:
     rank = Rank.from_environ(os.environ)
     found = []
     folder = Path(sys.argv[1])
-    joined = distributed.group
+    joined = distributed.join_process_group
     runs = [
         (name, word, RunDir(folder / f"{name}-{i}"))
         for name in sys.argv[3:]
@@ -61,7 +61,7 @@ def main() -> None:
         batches = session.batches
         group = session.group
         engine.stepper.micro_step(
-            engine.to_device(batches.micro_batch(0, 0, group.rank)), last=True
+            engine.to_device(batches.micro_batch(0, 0, group.rank)), is_last_of_step=True
         )
         engine.stepper.apply(1e-3)
         mine = {
@@ -80,10 +80,10 @@ def main() -> None:
             yield group
 
         # A process can join its group only once.
-        distributed.group = again
+        distributed.join_process_group = again
         tasks.run = look
         for _, _, run in runs:
-            worker.live(run, rank, Watchdog(rank, run))
+            worker.run_rank(run, rank, Watchdog(rank, run))
             after = torch.get_float32_matmul_precision()
             found[-1] = [{**each, "after": after} for each in found[-1]]
         if group.rank == 0:

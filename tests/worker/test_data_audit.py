@@ -27,9 +27,9 @@ from ortlaunch.tasks import ShowDataRequest
 from ortlaunch.worker import alone
 from ortlaunch.worker.data import LoadedData
 from ortlaunch.worker.data.reading import DataError
-from ortlaunch.worker.data_audit import audits, require_sound
+from ortlaunch.worker.data_audit import audit_parts, require_no_severe_findings
 from ortlaunch.worker.tasks import show_data
-from ortlaunch.worker.tasks.show_data import raw_findings
+from ortlaunch.worker.tasks.show_data import raw_message_findings
 from tests.makers import CUSTOM, bert
 from tests.worker.data.test_chats import cache
 
@@ -113,8 +113,8 @@ def tokenizer_here() -> str:
 
 def names(recipe: Recipe) -> set[str]:
     """Return the names of all findings."""
-    parts = audits(LoadedData(recipe))
-    return {each.name for part in parts for each in (*part.findings, *raw_findings(recipe))}
+    parts = audit_parts(LoadedData(recipe))
+    return {each.name for part in parts for each in (*part.findings, *raw_message_findings(recipe))}
 
 
 def near(row: dict[str, Any]) -> dict[str, Any]:
@@ -168,8 +168,8 @@ def test_each_fault_is_named(
 def checked(recipe: Recipe) -> str:
     """Return the lines of a training on its data, if it may start."""
     data = LoadedData(recipe)
-    require_sound(data, streams=True)
-    return "\n".join(line for part in audits(data) for line in part.lines())
+    require_no_severe_findings(data, streams=True)
+    return "\n".join(line for part in audit_parts(data) for line in part.summary_lines())
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,9 @@ def test_an_example_is_where_a_row_differs(tmp_path: Path, cache: Any) -> None:
         end = {"eos_token": "<|im_end|>"}
         data = {**recipe.data.model_dump(), "train": train, "chat_template": None}
         data["special_tokens"] = end
-        found = audits(LoadedData(recipe.model_copy(update={"data": Data.model_validate(data)})))
+        found = audit_parts(
+            LoadedData(recipe.model_copy(update={"data": Data.model_validate(data)}))
+        )
         shown = {each.name: each.text.partition(", as ")[2] for each in found[0].findings}
         assert shown["duplicates"].startswith("'... ")
         assert shown["duplicates"].endswith("dup ran'")
@@ -226,7 +228,7 @@ def test_windows_of_text_are_no_near_duplicates(tmp_path: Path, cache: Any) -> N
     whole = recipe.model_copy(update={"data": Data.model_validate(data)})
     assert not names(whole) & {"near_duplicates"}
     # All of one length, and without padding.
-    line = audits(LoadedData(whole))[0].lines()[0]
+    line = audit_parts(LoadedData(whole))[0].summary_lines()[0]
     assert line.startswith("data.train: 64 tokens a row, all learned (audit of ")
 
 

@@ -13,9 +13,9 @@ from ortlaunch.errors import InputError
 from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.rank import Rank
 from ortlaunch.run_folder.folder import RunDir, read_own_json, write_json_atomically
-from ortlaunch.worker.checkpoint import CompleteCheckpoint, newest
+from ortlaunch.worker.checkpoint import CompleteCheckpoint, newest_checkpoint
 from ortlaunch.worker.data import Batches, OwnSamples
-from ortlaunch.worker.length import length_line, with_steps
+from ortlaunch.worker.length import length_line, resolve_max_steps
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from tests.makers import recipe
 
@@ -34,8 +34,8 @@ def checkpoint(run: RunDir, step: int, samples: int) -> None:
 def steps(run: RunDir, samples: int, **sections: Any) -> int:
     """Return the steps of a recipe with these sections."""
     group = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
-    there = newest(run)
-    return with_steps(
+    there = newest_checkpoint(run)
+    return resolve_max_steps(
         recipe(**sections), BATCH, run, group, samples, there and CompleteCheckpoint(*there)
     ).train.steps
 
@@ -83,12 +83,12 @@ def test_intervals_in_epochs_do_not_drift(
     whole = Batches(
         OwnSamples([{}] * samples, is_mapping=True), BatchPlan(size, size, 1, 1, None), 7
     )
-    assert [step for step in range(1, 14) if whole.completes(step, every)] == expected
-    whole.go_on(5, 5 * size)
-    assert [step for step in range(6, 14) if whole.completes(step, every)] == [
+    assert [step for step in range(1, 14) if whole.completes_interval(step, every)] == expected
+    whole.begin_at(5, 5 * size)
+    assert [step for step in range(6, 14) if whole.completes_interval(step, every)] == [
         step for step in expected if step > 5
     ]
-    assert not whole.completes(6, None)
+    assert not whole.completes_interval(6, None)
 
 
 def test_steps_that_were_given_are_taken(tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ def steps(case: Case, group: Any) -> dict[str, Any]:
         loss, stepped, _ = train_step(session, state)
         found["loss"].append(group.mean(float(loss)))
         found["norm"].append(stepped.gradient_norm)
-    truth = engine.report().to_json()
+    truth = engine.engine_report().to_json()
     ran = {
         "ort": lambda: truth["onnxruntime"]["backward_passes"],
         "inductor": lambda: truth["inductor"]["graphs"],
@@ -155,10 +155,10 @@ def main() -> None:
     """Run every requested case, and write the results on rank 0."""
     file, name, *asked = sys.argv[1:]
     if name == "ort":
-        from ortlaunch.worker.engine.ort_settings import prepare
+        from ortlaunch.worker.engine.ort_settings import prepare_ortmodule
         from tests.makers import recipe
 
-        prepare(recipe(engine={"name": "ort"}).engine)
+        prepare_ortmodule(recipe(engine={"name": "ort"}).engine)
     import deepspeed
     import torch
 

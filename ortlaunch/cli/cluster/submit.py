@@ -30,15 +30,17 @@ def submit(
     """
     from ortlaunch.api.submission import Submission
 
-    submission = Submission.of(recipe, tuple(overrides or ()), scheduler, run_dir)
+    submission = Submission.resolve_for_scheduler(
+        recipe, tuple(overrides or ()), scheduler, run_dir
+    )
     # Standard output is for scripts, which read the job's id from it.
     if dry_run:
         _print_notes(submission.notes)
-        request = submission.request()
+        request = submission.scheduler_request()
         typer.echo(request.files[0][1], nl=False)
         _print_notes([f"would be {request.files[0][0]}, sent by: {shlex.join(request.argv)}"])
         return
-    queued = submission.send()
+    queued = submission.queue_job()
     # After it: a missing file is a note of the one and an error of the other.
     _print_notes([*submission.notes, *queued.notes])
     typer.echo(queued.number)

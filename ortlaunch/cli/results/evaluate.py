@@ -63,7 +63,7 @@ def evaluate(
         return
     # If the output is a pipe whose reader ends, the evaluation continues.
     continue_without_output()
-    raise typer.Exit(foreground.evaluate(*given))
+    raise typer.Exit(foreground.evaluate_in_foreground(*given))
 
 
 def _refuse(option: str | None, path: Path, why: str) -> None:

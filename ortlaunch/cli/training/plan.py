@@ -35,15 +35,15 @@ def plan(
     ] = False,
 ) -> None:
     """Show ranks, batch, memory by ZeRO stage and the command, without running anything."""
-    from ortlaunch.api.plans import planned
+    from ortlaunch.api.plans import plan_run
     from ortlaunch.output import output_columns
     from ortlaunch.units import wrap_lines
 
-    found = planned(recipe, tuple(overrides or ()), options, {})
+    found = plan_run(recipe, tuple(overrides or ()), options, {})
     if predict:
-        found.predict()
+        found.predict_step_cost_into_cache()
     if diff is not None:
-        changes = found.differences(diff)
+        changes = found.differences_from(diff)
         typer.echo("\n".join(changes) if changes else f"same plan as {diff}")
         return
     typer.echo(found.plan.to_json() if json else wrap_lines(str(found), output_columns()))

@@ -75,4 +75,6 @@ def start(
         # A training must not end because the reader of its output has (`| head`).
         continue_without_output()
     values = ResumeOptions(*resume)
-    raise typer.Exit(foreground.train(recipe, overrides, options, run_dir, values, dry_run))
+    raise typer.Exit(
+        foreground.train_in_foreground(recipe, overrides, options, run_dir, values, dry_run)
+    )

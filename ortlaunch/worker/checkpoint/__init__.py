@@ -5,24 +5,28 @@ it before it is loaded. snapshot is its content, and restore loads that into an 
 size.
 """
 
-from ortlaunch.worker.checkpoint.choose import CompleteCheckpoint, choose, explain
-from ortlaunch.worker.checkpoint.manifest import newest, samples_seen
-from ortlaunch.worker.checkpoint.restore import load
-from ortlaunch.worker.checkpoint.saves import failures
-from ortlaunch.worker.checkpoint.saving import Saving
-from ortlaunch.worker.checkpoint.transaction import save
-from ortlaunch.worker.checkpoint.verify import newest_of_all, set_aside_damaged
+from ortlaunch.worker.checkpoint.choose import (
+    CompleteCheckpoint,
+    choose_start_checkpoint,
+    report_and_check_changes,
+)
+from ortlaunch.worker.checkpoint.manifest import newest_checkpoint, samples_seen
+from ortlaunch.worker.checkpoint.restore import load_checkpoint
+from ortlaunch.worker.checkpoint.saves import failed_save_count
+from ortlaunch.worker.checkpoint.saving import CheckpointSaver
+from ortlaunch.worker.checkpoint.transaction import save_checkpoint
+from ortlaunch.worker.checkpoint.verify import agreed_newest_checkpoint, ensure_newest_intact
 
 __all__ = [
+    "CheckpointSaver",
     "CompleteCheckpoint",
-    "Saving",
-    "choose",
-    "explain",
-    "failures",
-    "load",
-    "newest",
-    "newest_of_all",
+    "agreed_newest_checkpoint",
+    "choose_start_checkpoint",
+    "ensure_newest_intact",
+    "failed_save_count",
+    "load_checkpoint",
+    "newest_checkpoint",
+    "report_and_check_changes",
     "samples_seen",
-    "save",
-    "set_aside_damaged",
+    "save_checkpoint",
 ]

@@ -6,18 +6,18 @@ import threading
 from collections.abc import Callable
 
 
-class Background:
+class BackgroundTask:
     """A task in a thread, which training starts and checks."""
 
     def __init__(self, work: Callable[[], object]) -> None:
         self._error: BaseException | None = None
         # A daemon thread does not keep a failed process alive.
         self._thread = threading.Thread(
-            target=self._run, args=(work,), name="checkpoint", daemon=True
+            target=self._run_and_keep_error, args=(work,), name="checkpoint", daemon=True
         )
         self._thread.start()
 
-    def _run(self, work: Callable[[], object]) -> None:
+    def _run_and_keep_error(self, work: Callable[[], object]) -> None:
         try:
             work()
         # wait() raises it in the training loop.
@@ -28,7 +28,7 @@ class Background:
         """Return whether the task has ended, so that wait() returns at once."""
         return not self._thread.is_alive()
 
-    def wait(self) -> None:
+    def wait_and_raise(self) -> None:
         """Wait until the task ends.
 
         Raises:

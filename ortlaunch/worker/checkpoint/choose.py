@@ -19,7 +19,11 @@ from ortlaunch.run_folder.folder import MANIFEST, RunDir, read_own_json
 from ortlaunch.run_folder.resume_record import ResumeRecord
 from ortlaunch.worker.checkpoint.manifest import samples_seen
 from ortlaunch.worker.checkpoint.snapshot import INDEX
-from ortlaunch.worker.checkpoint.verify import damage, newest_of_all, set_aside_damaged
+from ortlaunch.worker.checkpoint.verify import (
+    agreed_newest_checkpoint,
+    checkpoint_damage,
+    ensure_newest_intact,
+)
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
 
@@ -37,11 +41,13 @@ class CompleteCheckpoint(NamedTuple):
     @property
     def streams(self) -> list[list[int]]:
         """The positions of the streamed sources after these samples."""
-        found: list[list[int]] = read_own_json(self.folder / INDEX)["state"].get("streams", [])
-        return found
+        stream_positions: list[list[int]] = read_own_json(self.folder / INDEX)["state"].get(
+            "streams", []
+        )
+        return stream_positions
 
 
-def choose(run: RunDir, group: DistributedContext) -> CompleteCheckpoint | None:
+def choose_start_checkpoint(run: RunDir, group: DistributedContext) -> CompleteCheckpoint | None:
     """Return the checkpoint to resume from; None if the run starts from the beginning (collective).
 
     It is the newest undamaged one of this run, else of the run that this one came from.
@@ -50,51 +56,53 @@ def choose(run: RunDir, group: DistributedContext) -> CompleteCheckpoint | None:
         CheckpointError: the requested checkpoint is damaged, or all are.
     """
     requested = ResumeRecord.read(run)
-    set_aside_damaged(run, group)
-    own = newest_of_all(run, group)
-    if own is not None:
+    ensure_newest_intact(run, group)
+    own_newest = agreed_newest_checkpoint(run, group)
+    if own_newest is not None:
         # An exact request (--resume STEP) does not accept an older checkpoint.
-        if requested.exact and own[0] < requested.step:
+        if requested.exact and own_newest[0] < requested.step:
             raise CheckpointError(
                 f"the checkpoint of step {requested.step} was requested (--resume), and it is "
                 "damaged"
             )
-        return CompleteCheckpoint(*own)
-    return _elsewhere(requested, group) if requested.source else None
+        return CompleteCheckpoint(*own_newest)
+    return _choose_from_other_run(requested, group) if requested.source else None
 
 
-def _elsewhere(requested: ResumeRecord, group: DistributedContext) -> CompleteCheckpoint:
+def _choose_from_other_run(
+    resume_record: ResumeRecord, group: DistributedContext
+) -> CompleteCheckpoint:
     """Return a checkpoint of another run, whose folder is left unchanged."""
-    folder = Path(requested.checkpoint or "")
+    folder = Path(resume_record.checkpoint or "")
     # The newest first.
-    there = [folder, *(path for _, path in reversed(_older(folder)))]
+    candidate_folders = [folder, *(path for _, path in reversed(_older_checkpoints(folder)))]
     lines = []
-    for path in there[:1] if requested.exact else there:
-        wrong = damage(path, group)
-        if not wrong:
+    for path in candidate_folders[:1] if resume_record.exact else candidate_folders:
+        damage_text = checkpoint_damage(path, group)
+        if not damage_text:
             return CompleteCheckpoint(int(read_own_json(path / MANIFEST)["step"]), path)
-        lines.append(f"{path} is damaged: {wrong}")
+        lines.append(f"{path} is damaged: {damage_text}")
         group.print_once(f"  skipped: {lines[-1]}")
     raise CheckpointError(
-        "\n".join([*lines, f"No complete checkpoint was found in {requested.source}"])
+        "\n".join([*lines, f"No complete checkpoint was found in {resume_record.source}"])
     )
 
 
-def _older(folder: Path) -> list[tuple[int, Path]]:
+def _older_checkpoints(folder: Path) -> list[tuple[int, Path]]:
     """Return the complete checkpoints beside `folder` that are older than it."""
     # folder is RUN/checkpoints/step_N.
-    found = RunDir(folder.parents[1]).complete_checkpoints()
+    checkpoints = RunDir(folder.parents[1]).complete_checkpoints()
     return (
-        found[: [path for _, path in found].index(folder)]
-        if folder in [path for _, path in found]
+        checkpoints[: [path for _, path in checkpoints].index(folder)]
+        if folder in [path for _, path in checkpoints]
         else []
     )
 
 
-def explain(
+def report_and_check_changes(
     run: RunDir,
     recipe: Recipe,
-    found: CompleteCheckpoint,
+    start_checkpoint: CompleteCheckpoint,
     identity: Mapping[str, Any],
     group: DistributedContext,
 ) -> None:
@@ -106,7 +114,7 @@ def explain(
     Args:
         run: the run folder.
         recipe: this run's recipe.
-        found: the checkpoint to resume from.
+        start_checkpoint: the checkpoint to resume from.
         identity: properties of this training that only ranks know (worker/model/identity.py).
         group: all ranks.
 
@@ -114,17 +122,21 @@ def explain(
         InputError: the checkpoint is of another training, and no option allows that.
     """
     requested = ResumeRecord.read(run)
-    made = origin.read_checkpoint_origin(found.folder)
-    if made is None or not run.plan.exists():
+    origin_record = origin.read_checkpoint_origin(start_checkpoint.folder)
+    if origin_record is None or not run.plan.exists():
         return
-    changes = origin.origin_changes(made, {**origin.origin_of_run(run, recipe), **identity})
+    changes = origin.origin_changes(
+        origin_record, {**origin.origin_of_run(run, recipe), **identity}
+    )
     if Plan.read(run.plan).traits.evaluates:
-        changes = origin.changes_affecting_evaluation(found.folder, changes)
+        changes = origin.changes_affecting_evaluation(start_checkpoint.folder, changes)
     # The control side has reported all other fields of this checkpoint.
-    if requested.checkpoint == os.path.abspath(found.folder):
+    if requested.checkpoint == os.path.abspath(start_checkpoint.folder):
         unknown = {f"{part}.{name}" for part, values in identity.items() for name in values}
         changes = [change for change in changes if change.field in unknown]
     allow = requested.allow
     group.print_once(*(f"  changed: {change.line(allow)}" for change in changes))
     if refused := [change.line(allow) for change in changes if change.is_refused(allow)]:
-        raise InputError(f"{found.folder} belongs to a different training: {'; '.join(refused)}")
+        raise InputError(
+            f"{start_checkpoint.folder} belongs to a different training: {'; '.join(refused)}"
+        )

@@ -21,14 +21,14 @@ from ortlaunch.run_folder.folder import (
 # Errors that prove a file missing. Other read errors prove nothing about the file.
 
 
-def complete(run: RunDir, step: int, manifest: dict[str, object]) -> None:
+def complete_checkpoint(run: RunDir, step: int, manifest: dict[str, object]) -> None:
     """Rename the folder and write its mark, in this order also on the disk."""
     folder = run.checkpoint_folder(step)
     partial = run.partial_checkpoint_folder(step)
     write_json_atomically(partial / MANIFEST, manifest)
     # The names in a folder are flushed apart from the files' contents.
-    for inside in (partial, *(path for path in partial.rglob("*") if path.is_dir())):
-        _flush_folder(inside)
+    for subfolder in (partial, *(path for path in partial.rglob("*") if path.is_dir())):
+        _flush_folder(subfolder)
     os.replace(partial, folder)
     write_text_atomically(folder / COMPLETE, f"{checksum_of_file(folder / MANIFEST)}\n")
     _flush_folder(folder)
@@ -44,13 +44,13 @@ def _flush_folder(folder: Path) -> None:
     os.close(handle)
 
 
-def damage_of_mark(folder: Path) -> str:
+def mark_damage(folder: Path) -> str:
     """Return what is wrong with the mark or the manifest, or ""."""
     try:
         # COMPLETE holds the manifest's checksum, so it also protects the manifest.
-        whole = (folder / COMPLETE).read_text(encoding="utf-8").strip() == str(
+        is_intact = (folder / COMPLETE).read_text(encoding="utf-8").strip() == str(
             checksum_of_file(folder / MANIFEST)
         )
     except (*ABSENT, ValueError) as error:
         return f"{MANIFEST} or {COMPLETE} cannot be read: {error}"
-    return "" if whole else f"{MANIFEST} differs from the file that was saved"
+    return "" if is_intact else f"{MANIFEST} differs from the file that was saved"

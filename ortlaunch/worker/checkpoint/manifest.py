@@ -11,27 +11,27 @@ from ortlaunch.run_folder.file_sums import SizeAndChecksum
 from ortlaunch.run_folder.folder import MANIFEST, RunDir, read_own_json
 
 
-def manifest_of(
-    step: int, samples: int, ranks: int, files: dict[str, SizeAndChecksum]
+def build_manifest(
+    step: int, sample_count: int, rank_count: int, files: dict[str, SizeAndChecksum]
 ) -> dict[str, object]:
     """Return the manifest of a checkpoint.
 
     Args:
         step: completed steps.
-        samples: samples that these steps took.
-        ranks: number of ranks that wrote it.
+        sample_count: samples that these steps took.
+        rank_count: number of ranks that wrote it.
         files: size and checksum of each file, by its path in the folder.
     """
-    return {"step": step, "samples": samples, "ranks": ranks, "files": files}
+    return {"step": step, "samples": sample_count, "ranks": rank_count, "files": files}
 
 
-def newest(run: RunDir) -> tuple[int, Path] | None:
+def newest_checkpoint(run: RunDir) -> tuple[int, Path] | None:
     """Return (step, folder) of the newest checkpoint that was written completely."""
-    found = run.complete_checkpoints()
-    return found[-1] if found else None
+    checkpoints = run.complete_checkpoints()
+    return checkpoints[-1] if checkpoints else None
 
 
 def samples_seen(folder: Path) -> int:
     """Return how many samples the steps up to this checkpoint took, with any batch sizes."""
-    seen: int = read_own_json(folder / MANIFEST)["samples"]
-    return seen
+    sample_count: int = read_own_json(folder / MANIFEST)["samples"]
+    return sample_count

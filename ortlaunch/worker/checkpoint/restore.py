@@ -17,15 +17,15 @@ from ortlaunch.errors import CheckpointError
 from ortlaunch.json_types import Json
 from ortlaunch.run_folder.folder import read_own_json
 from ortlaunch.units import count_with_noun
-from ortlaunch.worker.checkpoint.snapshot import BUFFER, FORMAT, INDEX, WEIGHT, file_of
-from ortlaunch.worker.checkpoint.tensor_file import Entry, read_header, read_range
+from ortlaunch.worker.checkpoint.snapshot import BUFFER, FORMAT, INDEX, WEIGHT, rank_file_name
+from ortlaunch.worker.checkpoint.tensor_file import TensorLocation, read_header, read_range
 from ortlaunch.worker.model.named_state import (
     STATE_TENSORS,
     NamedState,
     ParameterRange,
-    buffers_of,
-    counts_by_group,
-    tensor_kinds,
+    counts_steps_by_group,
+    saved_buffers,
+    state_tensor_names,
     trained_shapes,
 )
 from ortlaunch.worker.process_group.distributed import DistributedContext
@@ -36,73 +36,78 @@ class Shards:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.index = _index_of(folder)
-        self.pieces: dict[tuple[str, str], list[tuple[int, Entry]]] = {}
-        self.numbers: dict[str, dict[str, float]] = {}
-        self.buffers: list[dict[str, Entry]] = []
+        self.index = _read_index(folder)
+        self.pieces: dict[tuple[str, str], list[tuple[int, TensorLocation]]] = {}
+        self.scalars_by_kind: dict[str, dict[str, float]] = {}
+        self.buffers: list[dict[str, TensorLocation]] = []
         for rank in range(self.index["ranks"]):
-            self._add(*read_header(folder / file_of(rank)))
+            self._add_rank_file(*read_header(folder / rank_file_name(rank)))
         for pieces in self.pieces.values():
             pieces.sort(key=lambda piece: piece[0])
 
-    def _add(self, entries: dict[str, Entry], metadata: dict[str, str]) -> None:
+    def _add_rank_file(self, entries: dict[str, TensorLocation], metadata: dict[str, str]) -> None:
         buffers = {}
         for key, entry in entries.items():
             # KIND:NAME@START; a name may contain ":" and "@" itself.
-            (kind, _, rest), (_, _, start) = key.partition(":"), key.rpartition("@")
-            name = rest[: -len(start) - 1]
-            if kind == BUFFER:
+            (tensor_kind, _, name_and_start), (_, _, start) = (
+                key.partition(":"),
+                key.rpartition("@"),
+            )
+            name = name_and_start[: -len(start) - 1]
+            if tensor_kind == BUFFER:
                 buffers[name] = entry
             else:
-                self.pieces.setdefault((kind, name), []).append((int(start), entry))
+                self.pieces.setdefault((tensor_kind, name), []).append((int(start), entry))
         self.buffers.append(buffers)
-        for kind, numbers in json.loads(metadata.get("numbers", "{}")).items():
-            self.numbers.setdefault(kind, {}).update(numbers)
+        for tensor_kind, scalars in json.loads(metadata.get("numbers", "{}")).items():
+            self.scalars_by_kind.setdefault(tensor_kind, {}).update(scalars)
 
-    def has(self, kind: str, name: str) -> bool:
+    def has_tensor(self, tensor_kind: str, parameter_name: str) -> bool:
         """Return whether the checkpoint has a tensor of this kind for the parameter."""
-        return (kind, name) in self.pieces
+        return (tensor_kind, parameter_name) in self.pieces
 
-    def read(self, kind: str, part: ParameterRange, into: torch.Tensor) -> None:
+    def read_part(self, tensor_kind: str, part: ParameterRange, target: torch.Tensor) -> None:
         """Fill a flat tensor with the values of a part.
 
         Raises:
             CheckpointError: some values are in no file.
         """
-        pieces = self.pieces.get((kind, part.name), [])
-        at = part.start
+        pieces = self.pieces.get((tensor_kind, part.name), [])
+        position = part.start
         end = part.start + part.count
         # Start with the last piece that begins at or before the part.
         for start, entry in pieces[
-            max(bisect.bisect_right([start for start, _ in pieces], at) - 1, 0) :
+            max(bisect.bisect_right([start for start, _ in pieces], position) - 1, 0) :
         ]:
             # Stop if the part is complete, or if this piece does not have the next element: a gap.
-            if at >= end or not start <= at < start + entry.elements:
+            if position >= end or not start <= position < start + entry.elements:
                 break
-            count = min(end, start + entry.elements) - at
-            into[at - part.start :][:count].copy_(read_range(entry, at - start, count))
-            at += count
-        if at < end:
+            count = min(end, start + entry.elements) - position
+            target[position - part.start :][:count].copy_(
+                read_range(entry, position - start, count)
+            )
+            position += count
+        if position < end:
             raise CheckpointError(
-                f"{self.folder} lacks the {kind} of {part.name} from element {at:,} on"
+                f"{self.folder} lacks the {tensor_kind} of {part.name} from element {position:,} on"
             )
 
-    def whole(self, kind: str, part: ParameterRange) -> torch.Tensor:
+    def read_whole_tensor(self, tensor_kind: str, part: ParameterRange) -> torch.Tensor:
         """Return a tensor in the shape and the type in which it was saved.
 
         Raises:
             CheckpointError: some values are in no file.
         """
-        pieces = [entry for _, entry in self.pieces[kind, part.name]]
+        pieces = [entry for _, entry in self.pieces[tensor_kind, part.name]]
         if len(pieces) == 1:
             return read_range(pieces[0], 0, pieces[0].elements).view(pieces[0].shape)
         # A divided tensor has the parameter's shape.
         values = torch.empty(part.count, dtype=pieces[0].dtype)
-        self.read(kind, part, values)
+        self.read_part(tensor_kind, part, values)
         return values.view(part.master.shape)
 
 
-def _index_of(folder: Path) -> Json:
+def _read_index(folder: Path) -> Json:
     try:
         index: Json = dict(read_own_json(folder / INDEX))
     except (FileNotFoundError, ValueError, TypeError) as error:
@@ -117,7 +122,7 @@ def _index_of(folder: Path) -> Json:
 
 
 @torch.no_grad()
-def load(folder: Path, named: NamedState, group: DistributedContext) -> Json:
+def load_checkpoint(folder: Path, named_state: NamedState, group: DistributedContext) -> Json:
     """Load weights, optimizer state, buffers and loss scale.
 
     Return the training loop's saved state (collective).
@@ -126,36 +131,36 @@ def load(folder: Path, named: NamedState, group: DistributedContext) -> Json:
         CheckpointError: of another model or format, incomplete, or not readable.
     """
     shards = Shards(folder)
-    _require_same_model(shards.index, named.shapes, named.buffers)
-    for part in named.parts:
-        _fill(shards, WEIGHT, part, part.master)
-    noted = _load_optimizer(shards, named)
+    _require_same_model(shards.index, named_state.shapes, named_state.buffers)
+    for part in named_state.parts:
+        _fill_part(shards, WEIGHT, part, part.master)
+    notes = _load_optimizer(shards, named_state)
     _load_buffers(
         # Each rank has saved its own buffers. If the world size changed, all load those of rank 0.
         shards.buffers[group.rank if len(shards.buffers) == group.size else 0],
-        named.buffers,
+        named_state.buffers,
     )
-    noted += _load_scale(shards.index["loss_scale"], named)
+    notes += _load_loss_scale(shards.index["loss_scale"], named_state)
     # The model's weights are copies of the master weights that were just loaded.
-    named.refresh()
-    group.print_all(noted)
+    named_state.refresh()
+    group.print_all(notes)
     state: Json = shards.index["state"]
     return state
 
 
 @torch.no_grad()
-def load_weights(folder: Path, model: nn.Module) -> None:
+def load_trainable_weights(checkpoint_folder: Path, model: nn.Module) -> None:
     """Load only trainable weights and buffers, into a model that is not sharded.
 
     Raises:
         CheckpointError: as `load`.
     """
-    shards = Shards(folder)
-    buffers = buffers_of(model)
+    shards = Shards(checkpoint_folder)
+    buffers = saved_buffers(model)
     _require_same_model(shards.index, trained_shapes(model), buffers)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            _fill(
+            _fill_part(
                 shards,
                 WEIGHT,
                 ParameterRange(name, 0, parameter.numel(), parameter, 0, {}),
@@ -165,96 +170,102 @@ def load_weights(folder: Path, model: nn.Module) -> None:
 
 
 def _require_same_model(
-    index: Json, shapes: dict[str, tuple[int, ...]], buffers: dict[str, torch.Tensor]
+    index: Json, parameter_shapes: dict[str, tuple[int, ...]], buffers: dict[str, torch.Tensor]
 ) -> None:
-    there = {**index["weights"], **index["buffers"]}
-    here = {**shapes, **{name: value.shape for name, value in buffers.items()}}
-    lost = sorted(here.keys() - there)
-    unknown = sorted(there.keys() - here)
+    saved_shapes = {**index["weights"], **index["buffers"]}
+    model_shapes = {**parameter_shapes, **{name: value.shape for name, value in buffers.items()}}
+    lost = sorted(model_shapes.keys() - saved_shapes)
+    unknown = sorted(saved_shapes.keys() - model_shapes)
     if lost or unknown:
         raise CheckpointError(
             f"the checkpoint is of another model: it lacks {lost}, and also has {unknown}"
         )
-    for name, shape in here.items():
-        if list(shape) != there[name]:
+    for name, shape in model_shapes.items():
+        if list(shape) != saved_shapes[name]:
             raise CheckpointError(
-                f"the checkpoint is of another model: {name} is {there[name]} there "
+                f"the checkpoint is of another model: {name} is {saved_shapes[name]} there "
                 f"and {list(shape)} here"
             )
 
 
-def _fill(shards: Shards, kind: str, part: ParameterRange, tensor: torch.Tensor) -> None:
+def _fill_part(
+    shards: Shards, tensor_kind: str, part: ParameterRange, tensor: torch.Tensor
+) -> None:
     """Fill the part's range of `tensor`, which has the shape of the master weights."""
     if tensor.is_contiguous():
-        shards.read(kind, part, tensor.view(-1)[part.offset : part.offset + part.count])
+        shards.read_part(tensor_kind, part, tensor.view(-1)[part.offset : part.offset + part.count])
         return
     # Another memory layout, such as channels last: fill a copy in row-major order.
     values = tensor.reshape(-1).clone()
-    shards.read(kind, part, values[part.offset : part.offset + part.count])
+    shards.read_part(tensor_kind, part, values[part.offset : part.offset + part.count])
     tensor.copy_(values.view(tensor.shape))
 
 
-def _load_optimizer(shards: Shards, named: NamedState) -> list[str]:
+def _load_optimizer(shards: Shards, named_state: NamedState) -> list[str]:
     """Load the optimizer state of each master tensor. Return notes to print."""
     by_master: dict[int, list[ParameterRange]] = {}
-    for part in named.parts:
+    for part in named_state.parts:
         by_master.setdefault(id(part.master), []).append(part)
-    saved = {name for kind, name in shards.pieces if kind != WEIGHT}
-    for group in named.optimizer.param_groups if counts_by_group(named.optimizer) else ():
+    saved = {name for tensor_kind, name in shards.pieces if tensor_kind != WEIGHT}
+    for group in (
+        named_state.optimizer.param_groups if counts_steps_by_group(named_state.optimizer) else ()
+    ):
         group.update(step=0) if "step" in group else None
     for parts in by_master.values():
-        _load_master(shards, parts, named.optimizer)
-    new = [
+        _load_master_state(shards, parts, named_state.optimizer)
+    new_names = [
         part.name
         for parts in by_master.values()
         for part in parts
         if part.name in saved
-        and tensor_kinds(part.group)
-        and part.master not in named.optimizer.state
+        and state_tensor_names(part.group)
+        and part.master not in named_state.optimizer.state
     ]
-    if not new:
+    if not new_names:
         return []
-    there = shards.index["optimizer"]["class"]
-    some = (
+    saved_class = shards.index["optimizer"]["class"]
+    new_names_text = (
         ""
-        if len(new) == len(named.parts)
-        else f" for {count_with_noun(len(new), 'tensor')}: {new[0]}"
+        if len(new_names) == len(named_state.parts)
+        else f" for {count_with_noun(len(new_names), 'tensor')}: {new_names[0]}"
     )
     return [
-        f"the checkpoint has the state of {there}; {type(named.optimizer).__name__} starts "
-        f"with a new state{some}"
+        f"the checkpoint has the state of {saved_class}; {type(named_state.optimizer).__name__} starts "
+        f"with a new state{new_names_text}"
     ]
 
 
-def _load_master(
+def _load_master_state(
     shards: Shards, parts: list[ParameterRange], optimizer: torch.optim.Optimizer
 ) -> None:
     master = parts[0].master
     group = parts[0].group
     # Remove the old state, which exists on a rollback. A checkpoint saved before step 1 has no
     # state.
-    before = optimizer.state.pop(master, {})
-    own = STATE_TENSORS in group
+    old_state = optimizer.state.pop(master, {})
+    has_own_shapes = STATE_TENSORS in group
     state: Json = {}
-    for kind in tensor_kinds(group):
-        if own:
-            if shards.has(kind, parts[0].name):
-                state[kind] = shards.whole(kind, parts[0]).to(master.device)
+    for tensor_kind in state_tensor_names(group):
+        if has_own_shapes:
+            if shards.has_tensor(tensor_kind, parts[0].name):
+                state[tensor_kind] = shards.read_whole_tensor(tensor_kind, parts[0]).to(
+                    master.device
+                )
             continue
-        there = [part for part in parts if shards.has(kind, part.name)]
-        if there:
-            state[kind] = _zeros(before.get(kind), master)
-        for part in there:
-            _fill(shards, kind, part, state[kind])
+        saved_parts = [part for part in parts if shards.has_tensor(tensor_kind, part.name)]
+        if saved_parts:
+            state[tensor_kind] = _zeros_like_master(old_state.get(tensor_kind), master)
+        for part in saved_parts:
+            _fill_part(shards, tensor_kind, part, state[tensor_kind])
     steps = [
         step
         for part in parts
-        if (step := shards.numbers.get("step", {}).get(part.name)) is not None
+        if (step := shards.scalars_by_kind.get("step", {}).get(part.name)) is not None
     ]
-    if state and steps and own:
+    if state and steps and has_own_shapes:
         state["step"] = int(max(steps))
     elif state and steps and "betas" in group:
-        if counts_by_group(optimizer):
+        if counts_steps_by_group(optimizer):
             group["step"] = int(max(steps))
         # The same form in which torch's optimizers create it.
         else:
@@ -264,30 +275,34 @@ def _load_master(
         optimizer.state[master] = state
 
 
-def _zeros(before: object, master: torch.Tensor) -> torch.Tensor:
+def _zeros_like_master(old_tensor: object, master: torch.Tensor) -> torch.Tensor:
     """Return zeros shaped as the master weights. The old state tensor is reused if it fits."""
-    if isinstance(before, torch.Tensor) and (before.shape, before.dtype) == (
+    if isinstance(old_tensor, torch.Tensor) and (old_tensor.shape, old_tensor.dtype) == (
         master.shape,
         master.dtype,
     ):
-        return before.zero_()
+        return old_tensor.zero_()
     return torch.zeros_like(master)
 
 
-def _load_buffers(entries: dict[str, Entry], buffers: dict[str, torch.Tensor]) -> None:
+def _load_buffers(
+    saved_entries: dict[str, TensorLocation], buffers: dict[str, torch.Tensor]
+) -> None:
     """Copy each buffer's saved values into it."""
     for name, value in buffers.items():
-        entry = entries[name]
+        entry = saved_entries[name]
         value.copy_(read_range(entry, 0, entry.elements).view(value.shape))
 
 
-def _load_scale(there: dict[str, float] | None, named: NamedState) -> list[str]:
-    if named.loss_scale is None or there is None:
+def _load_loss_scale(saved_scale: dict[str, float] | None, named_state: NamedState) -> list[str]:
+    if named_state.loss_scale is None or saved_scale is None:
         return []
-    mine = named.loss_scale.read()
-    if mine.keys() == there.keys():
-        named.loss_scale.write(there)
+    current_scale = named_state.loss_scale.read()
+    if current_scale.keys() == saved_scale.keys():
+        named_state.loss_scale.write(saved_scale)
         return []
     # The saved scaler is of another kind, with other counters. Only its scale is taken over.
-    named.loss_scale.write({**mine, "scale": there["scale"]})
-    return [f"the loss scale continues at {there['scale']:g}; its count of good steps is reset"]
+    named_state.loss_scale.write({**current_scale, "scale": saved_scale["scale"]})
+    return [
+        f"the loss scale continues at {saved_scale['scale']:g}; its count of good steps is reset"
+    ]

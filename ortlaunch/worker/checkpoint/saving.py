@@ -22,10 +22,14 @@ from ortlaunch.run_folder.held import is_checkpoint_held
 from ortlaunch.run_folder.lines import read_json_lines
 from ortlaunch.run_folder.records import SaveLine
 from ortlaunch.worker.checkpoint import saves
-from ortlaunch.worker.checkpoint.background import Background
-from ortlaunch.worker.checkpoint.transaction import save, snapshot, write
+from ortlaunch.worker.checkpoint.background import BackgroundTask
+from ortlaunch.worker.checkpoint.transaction import (
+    save_checkpoint,
+    take_agreed_snapshot,
+    write_snapshot,
+)
 from ortlaunch.worker.engine.stepping import Stepper
-from ortlaunch.worker.process_group.agreement import Agreement
+from ortlaunch.worker.process_group.agreement import RankAgreement
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.supervision.requests import RankRequest
 
@@ -37,7 +41,7 @@ _NO_EXPORT = (
 KEEP = "checkpoint.keep_best"
 
 
-class Saving:
+class CheckpointSaver:
     """The checkpoints of one training; `identity` has its properties that only ranks know."""
 
     def __init__(
@@ -59,35 +63,37 @@ class Saving:
         # Becomes an earlier step when train.stop_after ends the training.
         self.last_step = recipe.train.steps
         # Called with the step of each complete checkpoint.
-        self.completed: Callable[[int], object] = lambda step: None
+        self.on_completed: Callable[[int], object] = lambda step: None
         # Called before each save.
-        self.begins: Callable[[], object] = lambda: None
+        self.before_save: Callable[[], object] = lambda: None
         # The steps of checkpoints that an export reads.
-        self.in_use: Callable[[], tuple[int, ...]] = lambda: ()
+        self.steps_in_use: Callable[[], tuple[int, ...]] = lambda: ()
         # Whether a step completes a further `checkpoint.every_epochs`; the loop has the batches.
         self.completes_pass: Callable[[int], bool] = lambda step: False
-        self.best: int | None = None
+        self.best_step: int | None = None
         """The step of the best checkpoint, which is kept (checkpoint.keep_best)."""
         # Names of buffers that have nan at the begin, as a mark of their own.
         self.nan_buffers: set[str] = set()
-        self.tried = time.monotonic()
+        self.last_save_time = time.monotonic()
         # `async` is a keyword of Python.
-        chosen = getattr(self.policy, "async")
+        is_async = getattr(self.policy, "async")
         # null: on GPUs. It takes host memory for one more copy of weights and optimizer state.
-        self.beside = (
-            group.apart() if (group.device.type == "cuda" if chosen is None else chosen) else None
+        self.background_group = (
+            group.duplicate_on_new_group()
+            if (group.device.type == "cuda" if is_async is None else is_async)
+            else None
         )
         """A separate channel of the ranks, if saves are written besides training."""
         # The step, the seconds that training waited, and the thread.
-        self.background: tuple[int, float, Background] | None = None
-        self.by_clock = False
+        self.background_save: tuple[int, float, BackgroundTask] | None = None
+        self.is_requested_by_clock = False
         if group.rank == 0:
-            self._report_unreported()
+            self._record_unrecorded_saves()
 
-    def _report_unreported(self) -> None:
+    def _record_unrecorded_saves(self) -> None:
         """Report checkpoints whose writer died before it added their line to saves.jsonl."""
-        for step in saves.untold(self.run):
-            saves.record(self.run, SaveLine(step, None))
+        for step in saves.unrecorded_steps(self.run):
+            saves.append_save_line(self.run, SaveLine(step, None))
             print(
                 f"the checkpoint of step {step} is complete; an earlier start could not record "
                 "that",
@@ -99,21 +105,23 @@ class Saving:
         by_steps = self.policy.every_steps is not None and step % self.policy.every_steps == 0
         return step == self.last_step or by_steps or self.completes_pass(step)
 
-    def request_when_due(self, agreed: Agreement) -> None:
+    def request_save_when_due(self, rank_agreement: RankAgreement) -> None:
         """Request a save from all ranks, on rank 0, when checkpoint.every_minutes have passed."""
         minutes = self.policy.every_minutes
         if (
             minutes is not None
             and self.group.rank == 0
-            and time.monotonic() - self.tried >= 60 * minutes
+            and time.monotonic() - self.last_save_time >= 60 * minutes
         ):
-            agreed.add(RankRequest.SAVE)
-            self.by_clock = True
+            rank_agreement.add_request(RankRequest.SAVE)
+            self.is_requested_by_clock = True
         # A background save that has ended is recorded soon, not only at the next save.
-        if self.background is not None and self.background[2].has_ended():
-            self.wait()
+        if self.background_save is not None and self.background_save[2].has_ended():
+            self.wait_for_save()
 
-    def save(self, step: int, state: Json, asked: RankRequest = RankRequest.NOTHING) -> None:
+    def save_or_start_saving(
+        self, step: int, loop_state: Json, rank_request: RankRequest = RankRequest.NOTHING
+    ) -> None:
         """Write a checkpoint, or start to (collective).
 
         If a stop or a user requested it, it is complete on return.
@@ -122,114 +130,125 @@ class Saving:
             CheckpointError: it could not be written, and the run must not continue without it, or
                 is at its end.
         """
-        self.begins()
+        self.before_save()
         # One save at a time.
-        self.wait()
+        self.wait_for_save()
         began = time.perf_counter()
-        self.next_best = state.get("best", {}).get(KEEP, {}).get("step")
+        self.next_best = loop_state.get("best", {}).get(KEEP, {}).get("step")
         try:
-            if self._may_wait(step, asked):
-                self._begin(step, state, began)
+            if self._may_run_in_background(step, rank_request):
+                self._start_background_save(step, loop_state, began)
             else:
-                save(self.run, self.made_by, self.group, self.stepper, step, state)
-                self._saved(step, time.perf_counter() - began)
+                save_checkpoint(self.run, self.made_by, self.group, self.stepper, step, loop_state)
+                self._handle_saved(step, time.perf_counter() - began)
         except CheckpointError as error:
-            self._failed(step, time.perf_counter() - began, error)
+            self._handle_failed_save(step, time.perf_counter() - began, error)
         finally:
-            self.tried = time.monotonic()
-            self.by_clock = False
+            self.last_save_time = time.monotonic()
+            self.is_requested_by_clock = False
 
-    def _may_wait(self, step: int, asked: RankRequest) -> bool:
+    def _may_run_in_background(self, step: int, rank_request: RankRequest) -> bool:
         """Return whether training may continue before this checkpoint is complete (collective)."""
-        if self.beside is None or asked.stops or step == self.last_step:
+        if self.background_group is None or rank_request.stops or step == self.last_step:
             return False
         # Only rank 0 has a clock; a user's request waits for a complete checkpoint.
-        by_clock = self.by_clock and not self.run.save_request.exists()
-        return asked is RankRequest.NOTHING or bool(self.group.gather_numbers([by_clock])[0][0])
+        is_requested_by_clock = self.is_requested_by_clock and not self.run.save_request.exists()
+        return rank_request is RankRequest.NOTHING or bool(
+            self.group.gather_numbers([is_requested_by_clock])[0][0]
+        )
 
-    def _begin(self, step: int, state: Json, began: float) -> None:
-        beside = self.beside
-        samples = state["samples"]
-        assert beside is not None
+    def _start_background_save(self, step: int, loop_state: Json, start_time: float) -> None:
+        background_group = self.background_group
+        samples = loop_state["samples"]
+        assert background_group is not None
         # Training changes the tensors while the thread writes, so it needs copies.
-        taken = snapshot(self.run, self.group, self.stepper, step, state, copied=True)
-        work = functools.partial(write, self.run, self.made_by, beside, taken, step, samples)
-        self.background = step, time.perf_counter() - began, Background(work)
+        step_snapshot = take_agreed_snapshot(
+            self.run, self.group, self.stepper, step, loop_state, copies_to_host=True
+        )
+        work = functools.partial(
+            write_snapshot, self.run, self.made_by, background_group, step_snapshot, step, samples
+        )
+        self.background_save = step, time.perf_counter() - start_time, BackgroundTask(work)
 
-    def wait(self) -> None:
+    def wait_for_save(self) -> None:
         """Wait for the save that is in progress, if any.
 
         Raises:
             CheckpointError: it could not be written, and the run must not continue without it.
         """
-        if self.background is None:
+        if self.background_save is None:
             return
-        (step, waited, background), self.background = self.background, None
+        (step, waited_seconds, background_task), self.background_save = self.background_save, None
         began = time.perf_counter()
         try:
-            background.wait()
+            background_task.wait_and_raise()
         except CheckpointError as error:
-            self._failed(step, waited + time.perf_counter() - began, error)
+            self._handle_failed_save(step, waited_seconds + time.perf_counter() - began, error)
         else:
-            self._saved(step, waited + time.perf_counter() - began)
+            self._handle_saved(step, waited_seconds + time.perf_counter() - began)
 
-    def _saved(self, step: int, waited: float) -> None:
-        self._record(step, waited, None)
-        self._completed(step)
+    def _handle_saved(self, step: int, waited_seconds: float) -> None:
+        self._record_save(step, waited_seconds, None)
+        self._handle_completed(step)
 
-    def _failed(self, step: int, waited: float, error: CheckpointError) -> None:
-        self._record(step, waited, str(error))
-        last = step == self.last_step
+    def _handle_failed_save(
+        self, step: int, waited_seconds: float, save_error: CheckpointError
+    ) -> None:
+        self._record_save(step, waited_seconds, str(save_error))
+        is_last_step = step == self.last_step
         if self.policy.on_failure == "stop":
-            raise CheckpointError(f"{error}\n{_NO_EXPORT}") if last else error
-        if last:
-            raise LastSaveError(str(error))
+            raise CheckpointError(f"{save_error}\n{_NO_EXPORT}") if is_last_step else save_error
+        if is_last_step:
+            raise LastSaveError(str(save_error))
         self.group.print_once(
-            f"NOT SAVED: {error}; training continues (checkpoint.on_failure: continue)"
+            f"NOT SAVED: {save_error}; training continues (checkpoint.on_failure: continue)"
         )
 
-    def answers(self, asked: RankRequest) -> bool:
+    def is_request_answered(self, rank_request: RankRequest) -> bool:
         """Return whether this save answers its request: it is complete, or by the clock alone."""
-        return bool(asked) or self.background is None
+        return bool(rank_request) or self.background_save is None
 
-    def finish(self) -> None:
+    def finish_and_remove_old(self) -> None:
         """Wait for a save in progress, and remove checkpoints that need not stay."""
-        self.wait()
-        self.prune()
+        self.wait_for_save()
+        self.remove_old_checkpoints()
         self.group.barrier()
 
-    def _record(self, step: int, waited: float, error: str | None) -> None:
+    def _record_save(self, step: int, waited_seconds: float, error_text: str | None) -> None:
         if self.group.rank == 0:
-            saves.record(self.run, SaveLine(step, round(waited, 3), error))
+            saves.append_save_line(self.run, SaveLine(step, round(waited_seconds, 3), error_text))
 
-    def _completed(self, step: int) -> None:
-        self.completed(step)
+    def _handle_completed(self, step: int) -> None:
+        self.on_completed(step)
         # The former best is pruned only now, not while its successor was being written.
         if step == self.next_best:
-            self.best = step
-        self.prune()
+            self.best_step = step
+        self.remove_old_checkpoints()
 
-    def prune(self) -> None:
+    def remove_old_checkpoints(self) -> None:
         """Remove checkpoints that need not stay."""
         if self.group.rank == 0:
-            prune(
+            remove_old_checkpoints_and_exports(
                 self.run,
                 self.policy.keep,
                 self.policy.keep_every,
-                (*self.in_use(), *(() if self.best is None else (self.best,))),
+                (*self.steps_in_use(), *(() if self.best_step is None else (self.best_step,))),
             )
 
 
-def prune(
-    run: RunDir, keep: int | None, keep_every: int | None, needed: tuple[int, ...] = ()
+def remove_old_checkpoints_and_exports(
+    run: RunDir, keep_newest: int | None, keep_every: int | None, needed_steps: tuple[int, ...] = ()
 ) -> None:
     """Remove checkpoints that neither `checkpoint.keep` nor `keep_every` keeps and nobody needs."""
-    if keep is None:
+    if keep_newest is None:
         return
-    found = run.complete_checkpoints()
-    spared = {*needed, *(_for_good([step for step, _ in found], keep_every) if keep_every else ())}
-    for step, folder in found[:-keep]:
-        if step not in spared and not is_checkpoint_held(folder):
+    checkpoints = run.complete_checkpoints()
+    spared_steps = {
+        *needed_steps,
+        *(_permanent_steps([step for step, _ in checkpoints], keep_every) if keep_every else ()),
+    }
+    for step, folder in checkpoints[:-keep_newest]:
+        if step not in spared_steps and not is_checkpoint_held(folder):
             with contextlib.suppress(FileNotFoundError):
                 # First, so that nobody loads the checkpoint during its removal.
                 (folder / COMPLETE).unlink()
@@ -244,18 +263,18 @@ def automatic_exports(run: RunDir, step: int) -> list[Path]:
     """Return the folders of a checkpoint's exports that `checkpoint.export` requested."""
     # The newest line of a folder counts: a user may have written another export there since. Only
     # its name is compared, because a run folder may have been moved.
-    newest = {}
+    is_automatic_by_folder = {}
     for line in read_json_lines(run.exports, "step", "format", "folder").values:
         folder = run.export_folder(step, line["format"])
         if line["step"] == step and Path(line["folder"]).name == folder.name:
-            newest[folder] = line.get("automatic") and not line.get("error")
-    return [folder for folder, automatic in newest.items() if automatic]
+            is_automatic_by_folder[folder] = line.get("automatic") and not line.get("error")
+    return [folder for folder, is_automatic in is_automatic_by_folder.items() if is_automatic]
 
 
-def _for_good(steps: list[int], every: int) -> Iterator[int]:
+def _permanent_steps(steps: list[int], keep_every: int) -> Iterator[int]:
     """Yield the first step at or after each multiple: saves by the clock rarely meet a multiple."""
-    seen = {0}
+    kept_multiples = {0}
     for step in steps:
-        if step // every not in seen:
-            seen.add(step // every)
+        if step // keep_every not in kept_multiples:
+            kept_multiples.add(step // keep_every)
             yield step

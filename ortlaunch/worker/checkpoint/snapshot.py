@@ -29,8 +29,8 @@ from ortlaunch.worker.model.named_state import (
     STATE_TENSORS,
     NamedState,
     ParameterRange,
-    counts_by_group,
-    tensor_kinds,
+    counts_steps_by_group,
+    state_tensor_names,
 )
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
@@ -39,10 +39,10 @@ INDEX = "index.json"
 WEIGHT = "weight"
 BUFFER = "buffer"
 # The key, the shape, and the flat tensor.
-Entry = tuple[str, tuple[int, ...], torch.Tensor]
+SnapshotEntry = tuple[str, tuple[int, ...], torch.Tensor]
 
 
-def file_of(rank: int) -> str:
+def rank_file_name(rank: int) -> str:
     """Return the name of this rank's file."""
     return f"rank_{rank:05d}.safetensors"
 
@@ -53,11 +53,11 @@ class Snapshot:
 
     rank: int
     index: Json
-    tensors: list[Entry]
-    numbers: dict[str, dict[str, float]]
+    tensors: list[SnapshotEntry]
+    scalars_by_kind: dict[str, dict[str, float]]
     """Values such as `step`, by kind and parameter."""
 
-    def copied(self) -> Snapshot:
+    def copy_to_host(self) -> Snapshot:
         """Return a copy in host memory, which training does not change."""
         copies = [
             (key, shape, torch.empty_like(flat, device="cpu").copy_(flat))
@@ -65,93 +65,117 @@ class Snapshot:
         ]
         return replace(self, tensors=copies)
 
-    def write(self, folder: Path) -> dict[str, SizeAndChecksum]:
+    def write_files(self, folder: Path) -> dict[str, SizeAndChecksum]:
         """Write this rank's file, and on rank 0 the index; return the file with its checksum."""
-        name = file_of(self.rank)
+        name = rank_file_name(self.rank)
         if self.rank == 0:
             write_json_atomically(folder / INDEX, self.index)
         return {
-            name: write_tensors(folder / name, self.tensors, {"numbers": json.dumps(self.numbers)})
+            name: write_tensors(
+                folder / name, self.tensors, {"numbers": json.dumps(self.scalars_by_kind)}
+            )
         }
 
 
-def take(named: NamedState, state: dict[str, object], group: DistributedContext) -> Snapshot:
-    """Return this rank's share of the state; `state` is the training loop's.
+def rank_snapshot(
+    named_state: NamedState, loop_state: dict[str, object], group: DistributedContext
+) -> Snapshot:
+    """Return this rank's share of the state; `loop_state` is the training loop's.
 
     Raises:
         CheckpointError: the optimizer or the model keeps a value that a checkpoint cannot hold.
     """
-    parts = _share(named.parts, group.rank, group.size) if named.replicated else named.parts
-    tensors: list[Entry] = [*_buffers(named)]
-    numbers: dict[str, dict[str, float]] = {}
+    parts = (
+        _share_of_replicated(named_state.parts, group.rank, group.size)
+        if named_state.replicated
+        else named_state.parts
+    )
+    tensors: list[SnapshotEntry] = [*_buffer_entries(named_state)]
+    scalars_by_kind: dict[str, dict[str, float]] = {}
     for part in parts:
-        tensors.append(_entry(WEIGHT, part, part.master, named))
+        tensors.append(_tensor_entry(WEIGHT, part, part.master, named_state))
         # A scalar parameter has the shape of its `step`.
-        for kind, value in _state_of(part, named.optimizer):
+        for tensor_kind, value in _optimizer_state_of_part(part, named_state.optimizer):
             if (
                 isinstance(value, torch.Tensor)
                 and value.shape == part.master.shape
-                and kind != "step"
+                and tensor_kind != "step"
             ):
-                tensors.append(_entry(kind, part, value, named))
+                tensors.append(_tensor_entry(tensor_kind, part, value, named_state))
             # A tensor with a shape of its own is not divided.
-            elif kind in part.group.get(STATE_TENSORS, ()) and isinstance(value, torch.Tensor):
+            elif tensor_kind in part.group.get(STATE_TENSORS, ()) and isinstance(
+                value, torch.Tensor
+            ):
                 if part.start == 0:
-                    whole = value.detach().reshape(-1)
-                    tensors.append((f"{kind}:{part.name}@0", tuple(value.shape), whole))
+                    flat_value = value.detach().reshape(-1)
+                    tensors.append((f"{tensor_kind}:{part.name}@0", tuple(value.shape), flat_value))
             else:
-                numbers.setdefault(kind, {})[part.name] = _number(kind, part, value)
-    return Snapshot(group.rank, _index(named, state, group.size), tensors, numbers)
+                scalars_by_kind.setdefault(tensor_kind, {})[part.name] = _scalar_value(
+                    tensor_kind, part, value
+                )
+    return Snapshot(
+        group.rank, _index_record(named_state, loop_state, group.size), tensors, scalars_by_kind
+    )
 
 
-def _index(named: NamedState, state: dict[str, object], ranks: int) -> dict[str, object]:
+def _index_record(
+    named_state: NamedState, loop_state: dict[str, object], rank_count: int
+) -> dict[str, object]:
     return {
         "format": FORMAT,
-        "ranks": ranks,
-        "state": state,
-        "weights": {name: list(shape) for name, shape in named.shapes.items()},
-        "buffers": {name: list(value.shape) for name, value in named.buffers.items()},
+        "ranks": rank_count,
+        "state": loop_state,
+        "weights": {name: list(shape) for name, shape in named_state.shapes.items()},
+        "buffers": {name: list(value.shape) for name, value in named_state.buffers.items()},
         "optimizer": {
-            "class": type(named.optimizer).__name__,
+            "class": type(named_state.optimizer).__name__,
             "tensors": sorted(
-                {kind for group in named.optimizer.param_groups for kind in tensor_kinds(group)}
+                {
+                    tensor_kind
+                    for group in named_state.optimizer.param_groups
+                    for tensor_kind in state_tensor_names(group)
+                }
             ),
         },
-        "loss_scale": named.loss_scale.read() if named.loss_scale else None,
+        "loss_scale": named_state.loss_scale.read() if named_state.loss_scale else None,
     }
 
 
-def _share(parts: list[ParameterRange], rank: int, ranks: int) -> list[ParameterRange]:
+def _share_of_replicated(
+    parts: list[ParameterRange], rank: int, rank_count: int
+) -> list[ParameterRange]:
     """Return this rank's equal share of replicated parts: a range of all elements in a row."""
     total = sum(part.count for part in parts)
-    before = 0
-    found = []
-    first = total * rank // ranks
-    last = total * (rank + 1) // ranks
+    elements_before = 0
+    shared_ranges = []
+    first_element = total * rank // rank_count
+    end_element = total * (rank + 1) // rank_count
     for part in parts:
-        begin = max(first - before, 0)
-        end = min(last - before, part.count)
+        begin = max(first_element - elements_before, 0)
+        end = min(end_element - elements_before, part.count)
         if begin < end:
-            found.append(
+            shared_ranges.append(
                 ParameterRange(
                     part.name, begin, end - begin, part.master, part.offset + begin, part.group
                 )
             )
-        before += part.count
-    return found
+        elements_before += part.count
+    return shared_ranges
 
 
-def _entry(kind: str, part: ParameterRange, tensor: torch.Tensor, named: NamedState) -> Entry:
-    whole = named.shapes[part.name]
+def _tensor_entry(
+    tensor_kind: str, part: ParameterRange, tensor: torch.Tensor, named_state: NamedState
+) -> SnapshotEntry:
+    parameter_shape = named_state.shapes[part.name]
     flat = tensor.detach().reshape(-1)[part.offset : part.offset + part.count]
     # The whole parameter keeps its shape; a range of it is flat.
-    shape = whole if part.count == torch.Size(whole).numel() else (part.count,)
-    return f"{kind}:{part.name}@{part.start}", shape, flat
+    shape = parameter_shape if part.count == torch.Size(parameter_shape).numel() else (part.count,)
+    return f"{tensor_kind}:{part.name}@{part.start}", shape, flat
 
 
-def _buffers(named: NamedState) -> Iterator[Entry]:
+def _buffer_entries(named_state: NamedState) -> Iterator[SnapshotEntry]:
     """Yield this rank's buffers: statistics of its own data, if training does not average them."""
-    for name, value in named.buffers.items():
+    for name, value in named_state.buffers.items():
         if not isinstance(value, torch.Tensor):
             raise CheckpointError(
                 f"{name} in the model's state is {type(value).__name__}; a checkpoint holds tensors only"
@@ -159,25 +183,25 @@ def _buffers(named: NamedState) -> Iterator[Entry]:
         yield f"{BUFFER}:{name}@0", tuple(value.shape), value.detach().reshape(-1)
 
 
-def _state_of(
+def _optimizer_state_of_part(
     part: ParameterRange, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, object]]:
     """Yield the optimizer's state of a part, by the optimizer's names."""
-    kept = {
+    present_state = {
         name: value
         for name, value in optimizer.state.get(part.master, {}).items()
         if value is not None
     }
     # Some optimizers count steps for a parameter group, not for each parameter.
-    if kept and counts_by_group(optimizer) and "step" in part.group:
-        kept["step"] = part.group["step"]
-    yield from kept.items()
+    if present_state and counts_steps_by_group(optimizer) and "step" in part.group:
+        present_state["step"] = part.group["step"]
+    yield from present_state.items()
 
 
-def _number(kind: str, part: ParameterRange, value: Any) -> float:
+def _scalar_value(tensor_kind: str, part: ParameterRange, value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError):
         raise CheckpointError(
-            f"the optimizer's {kind} of {part.name} is neither a scalar nor of its shape"
+            f"the optimizer's {tensor_kind} of {part.name} is neither a scalar nor of its shape"
         ) from None

@@ -26,9 +26,9 @@ _DTYPES = {
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
     torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
-_NAMED = {name: dtype for dtype, name in _DTYPES.items()}
+_DTYPE_BY_NAME = {name: dtype for dtype, name in _DTYPES.items()}
 # Bytes a write: 16 MiB.
-_BLOCK = 1 << 24
+_BLOCK_BYTES = 1 << 24
 # After so many bytes of a file, wait for the disk: many unwritten bytes on a slow disk look like a
 # hang.
 _FLUSHED_BYTES = 1 << 30
@@ -36,7 +36,7 @@ _FLUSHED_BYTES = 1 << 30
 _LONGEST_HEADER = 1 << 30
 
 
-class Entry(NamedTuple):
+class TensorLocation(NamedTuple):
     """The location of a tensor in a file."""
 
     path: Path
@@ -61,79 +61,81 @@ def write_tensors(
     """
     header = {"__metadata__": metadata} if metadata else {}
     end = 0
-    described: dict[str, object] = dict(header)
+    tensor_records: dict[str, object] = dict(header)
     for key, shape, tensor in tensors:
         begin = end
         end = end + tensor.numel() * tensor.element_size()
-        described[key] = {
-            "dtype": _name_of(key, tensor.dtype),
+        tensor_records[key] = {
+            "dtype": _format_dtype_name(key, tensor.dtype),
             "shape": list(shape),
             "data_offsets": [begin, end],
         }
-    text = json.dumps(described).encode()
+    text = json.dumps(tensor_records).encode()
     # The format aligns data to 8 bytes; spaces after the JSON text are allowed.
     text += b" " * (-len(text) % 8)
-    head = struct.pack("<Q", len(text)) + text
+    header_bytes = struct.pack("<Q", len(text)) + text
     size = 8 + len(text) + end
     with open(path, "wb") as file:
         # Summed from memory, so that a later check detects faults of the disk.
-        total = checksum_of_blocks(_written(file, head, [tensor for _, _, tensor in tensors]))
+        checksum = checksum_of_blocks(
+            _write_and_yield_blocks(file, header_bytes, [tensor for _, _, tensor in tensors])
+        )
         file.flush()
         os.fsync(file.fileno())
-    return {"bytes": size, "crc32": total}
+    return {"bytes": size, "crc32": checksum}
 
 
-def _written(
-    file: IO[bytes], head: bytes, tensors: Iterable[torch.Tensor]
+def _write_and_yield_blocks(
+    file: IO[bytes], header_bytes: bytes, tensors: Iterable[torch.Tensor]
 ) -> Iterator[bytes | memoryview]:
     """Write the header and the flat tensors, and yield each block after it is written."""
-    file.write(head)
-    yield head
-    waiting = 0
+    file.write(header_bytes)
+    yield header_bytes
+    unflushed_bytes = 0
     for tensor in tensors:
-        for block in _blocks(tensor):
+        for block in _byte_blocks(tensor):
             file.write(block)
             # Let the disk start to write, while this block is summed and the next one is copied.
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             yield block
-            waiting = waiting + len(block)
-            if waiting >= _FLUSHED_BYTES:
+            unflushed_bytes = unflushed_bytes + len(block)
+            if unflushed_bytes >= _FLUSHED_BYTES:
                 file.flush()
                 os.fsync(file.fileno())
-                waiting = 0
+                unflushed_bytes = 0
 
 
-def require_storable(values: Iterable[tuple[str, object]]) -> None:
+def require_storable(named_values: Iterable[tuple[str, object]]) -> None:
     """Refuse values that no checkpoint can store.
 
     Raises:
         InputError: a value is no tensor, or of a type that the files do not have.
     """
-    for name, value in values:
-        kind = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
-        if kind not in _DTYPES:
+    for name, value in named_values:
+        value_type = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
+        if value_type not in _DTYPES:
             raise InputError(
-                f"model: {name.removeprefix('model.')} is {kind}, which a checkpoint cannot store; "
+                f"model: {name.removeprefix('model.')} is {value_type}, which a checkpoint cannot store; "
                 "keep a complex tensor as torch.view_as_real of it, and other values in code or in "
                 "a buffer that is not persistent"
             )
 
 
-def _name_of(key: str, dtype: torch.dtype) -> str:
+def _format_dtype_name(key: str, dtype: torch.dtype) -> str:
     if dtype not in _DTYPES:
         raise CheckpointError(f"{key} is of {dtype}, which a checkpoint cannot store")
     return _DTYPES[dtype]
 
 
-def _blocks(tensor: torch.Tensor) -> Iterable[memoryview]:
+def _byte_blocks(tensor: torch.Tensor) -> Iterable[memoryview]:
     """Yield the bytes of a flat tensor, block by block."""
     if not tensor.numel():
         return
-    for piece in tensor.detach().split(_BLOCK // tensor.element_size()):
+    for piece in tensor.detach().split(_BLOCK_BYTES // tensor.element_size()):
         yield memoryview(piece.cpu().contiguous().view(torch.uint8).numpy())
 
 
-def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
+def read_header(path: Path) -> tuple[dict[str, TensorLocation], dict[str, str]]:
     """Return (tensors by key, metadata) of a file.
 
     Raises:
@@ -149,7 +151,7 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
             raise ValueError("the header is not a JSON object")
         metadata = header.pop("__metadata__", {})
         return {
-            key: _entry(path, 8 + length, size, entry) for key, entry in header.items()
+            key: _checked_location(path, 8 + length, size, entry) for key, entry in header.items()
         }, metadata
     except (ValueError, KeyError, TypeError, struct.error) as error:
         raise CheckpointError(
@@ -159,30 +161,35 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def _entry(path: Path, base: int, size: int, entry: Json) -> Entry:
-    begin, end = entry["data_offsets"]
-    dtype = _NAMED[entry["dtype"]]
-    shape = tuple(entry["shape"])
-    if not 0 <= begin <= end <= size - base or end - begin != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"a tensor {shape} at {begin} to {end} of {size - base} bytes")
-    return Entry(path, dtype, base + begin, shape)
+def _checked_location(
+    path: Path, data_offset: int, file_size: int, tensor_record: Json
+) -> TensorLocation:
+    begin, end = tensor_record["data_offsets"]
+    dtype = _DTYPE_BY_NAME[tensor_record["dtype"]]
+    shape = tuple(tensor_record["shape"])
+    if (
+        not 0 <= begin <= end <= file_size - data_offset
+        or end - begin != math.prod(shape) * dtype.itemsize
+    ):
+        raise ValueError(f"a tensor {shape} at {begin} to {end} of {file_size - data_offset} bytes")
+    return TensorLocation(path, dtype, data_offset + begin, shape)
 
 
-def read_range(entry: Entry, start: int, count: int) -> torch.Tensor:
+def read_range(location: TensorLocation, first_element: int, element_count: int) -> torch.Tensor:
     """Return some elements of a tensor, flat, on the CPU."""
-    values = torch.empty(count, dtype=entry.dtype)
-    if count:
-        with open(entry.path, "rb", buffering=0) as file:
-            file.seek(entry.begin + start * entry.dtype.itemsize)
-            _fill(file, values.view(torch.uint8).numpy().data, entry.path)
+    values = torch.empty(element_count, dtype=location.dtype)
+    if element_count:
+        with open(location.path, "rb", buffering=0) as file:
+            file.seek(location.begin + first_element * location.dtype.itemsize)
+            _read_exactly(file, values.view(torch.uint8).numpy().data, location.path)
     return values
 
 
-def _fill(file: Any, wanted: memoryview, path: Path) -> None:
-    done = 0
-    while done < len(wanted):
+def _read_exactly(file: Any, target: memoryview, path: Path) -> None:
+    bytes_read = 0
+    while bytes_read < len(target):
         # One call may read less than requested.
-        read = file.readinto(wanted[done:])
-        if not read:
+        read_count = file.readinto(target[bytes_read:])
+        if not read_count:
             raise CheckpointError(f"{path} ends too early")
-        done += read
+        bytes_read += read_count

@@ -15,36 +15,42 @@ from ortlaunch.recipe.fields.data import Corpus, HeldOut, MaskedLm, StreamSettin
 from ortlaunch.tasks import Task
 from ortlaunch.worker.data.ahead import Reader
 from ortlaunch.worker.data.batches import Batches
-from ortlaunch.worker.data.chats import Conversations, tokenized_chats
-from ortlaunch.worker.data.corpus import corpus_name, files
-from ortlaunch.worker.data.identity import identity
+from ortlaunch.worker.data.chats import Conversations, tokenize_chats
+from ortlaunch.worker.data.corpus import corpus_files, corpus_name
+from ortlaunch.worker.data.identity import data_identity
 from ortlaunch.worker.data.labelled import (
-    OF_ROWS,
+    SAMPLES_BY_LABEL,
     LabelledTexts,
     ScoredTexts,
     TaggedWords,
     class_lines,
     class_names,
-    number_as_trained,
-    number_labels,
+    renumber_by_trained_classes,
+    replace_labels_by_numbers,
 )
 from ortlaunch.worker.data.masking import MaskedBlocks, Masking
 from ortlaunch.worker.data.media.samples import MEDIA
-from ortlaunch.worker.data.mixture import Mixture, shares, source_seed, split
-from ortlaunch.worker.data.own import OwnCollate, OwnSamples, call, collate_any, find
-from ortlaunch.worker.data.packs import packed
+from ortlaunch.worker.data.mixture import Mixture, places_by_source, source_seed, split_held_out
+from ortlaunch.worker.data.own import (
+    OwnSamples,
+    UserCollate,
+    call_user_function,
+    collate_to_names,
+    load_user_function,
+)
+from ortlaunch.worker.data.packs import pack_chats
 from ortlaunch.worker.data.pairs import SentencePairs
 from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data.samples import IGNORED, Samples, Stack, collate, cut_padding
 from ortlaunch.worker.data.streams.samples import StreamedSamples
-from ortlaunch.worker.data.streams.writer import Streamed
+from ortlaunch.worker.data.streams.writer import StreamedCorpus
 from ortlaunch.worker.data.token_cache import (
     Documents,
     ShowProgress,
-    begin_of_text,
-    marked,
-    silent,
-    tokenized_documents,
+    begin_tokens,
+    ignore_progress,
+    marking_encoder,
+    tokenize_documents,
 )
 from ortlaunch.worker.data.tokenizer import load_tokenizer
 from ortlaunch.worker.data.vocabulary import Vocabulary, labels_of_model
@@ -55,10 +61,28 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = [
-    "IGNORED", "Batches", "Blocks", "Conversations", "LabelledTexts", "LoadedData", "MaskedBlocks", "Masking",
+    "IGNORED",
+    "Batches",
+    "Blocks",
+    "Conversations",
+    "LabelledTexts",
+    "LoadedData",
+    "MaskedBlocks",
+    "Masking",
     "Mixture",
-    "OwnSamples", "Samples", "ScoredTexts", "SentencePairs", "TaggedWords", "begin_of_text", "call", "collate",
-    "cut_padding", "load_data", "make_samples", "reader", "stack_of",
+    "OwnSamples",
+    "Samples",
+    "ScoredTexts",
+    "SentencePairs",
+    "TaggedWords",
+    "batch_function",
+    "begin_tokens",
+    "call_user_function",
+    "choose_reader",
+    "collate",
+    "cut_padding",
+    "load_data",
+    "make_samples",
 ]  # fmt: skip
 
 
@@ -68,9 +92,9 @@ class LoadedData:
     def __init__(
         self,
         recipe: Recipe,
-        show_progress: ShowProgress = silent,
+        show_progress: ShowProgress = ignore_progress,
         vocabulary: Vocabulary | None = None,
-        streams: Path | None = None,
+        stream_folder: Path | None = None,
     ) -> None:
         """Read all samples now, or, if weights exist already, each part on its first access.
 
@@ -78,10 +102,10 @@ class LoadedData:
             recipe: the recipe of the run.
             show_progress: called with progress messages for the user.
             vocabulary: the vocabulary of the existing weights; None: the model is new.
-            streams: the run's folder for streamed samples; None: a temporary one.
+            stream_folder: the run's folder for streamed samples; None: a temporary one.
         """
         self.recipe = recipe
-        self._streams = streams
+        self._streams = stream_folder
         self._show_progress = show_progress
         self._vocabulary = vocabulary
         self.tokenizer = load_tokenizer(recipe.data, vocabulary.tokenizer if vocabulary else None)
@@ -89,7 +113,7 @@ class LoadedData:
         self.label_names = (
             []
             if vocabulary
-            else number_labels(self.train, self.evaluation, labels_of_model(recipe))
+            else replace_labels_by_numbers(self.train, self.evaluation, labels_of_model(recipe))
         )
         if vocabulary is None:
             self.class_names = self.label_names or class_names(self.train, self.evaluation)
@@ -97,45 +121,49 @@ class LoadedData:
             self.class_names = sorted(vocabulary.labels, key=vocabulary.labels.__getitem__)
 
     @functools.cached_property
-    def _split(self) -> tuple[Samples, Samples | None]:
+    def _train_and_held_out(self) -> tuple[Samples, Samples | None]:
         """The samples of `data.train`, and those of them that are held out for evaluation."""
-        whole = self._numbered(
-            _training(self.recipe, self.tokenizer, self._show_progress, self._streams)
+        all_samples = self._renumber_as_trained(
+            _training_samples(self.recipe, self.tokenizer, self._show_progress, self._streams)
         )
         data = self.recipe.data
-        held = data.evaluation
-        if not isinstance(held, HeldOut):
-            return packed(whole, data, "data.train"), None
+        held_out = data.evaluation
+        if not isinstance(held_out, HeldOut):
+            return pack_chats(all_samples, data, "data.train"), None
         # Rows are held out, not packs.
-        kept, chosen = split(whole, held, self.recipe.seed)
-        return packed(kept, data, "data.train"), packed(chosen, data, "data.evaluation")
+        training_samples, held_out_samples = split_held_out(all_samples, held_out, self.recipe.seed)
+        return pack_chats(training_samples, data, "data.train"), pack_chats(
+            held_out_samples, data, "data.evaluation"
+        )
 
     @functools.cached_property
     def train(self) -> Samples:
         """The training samples."""
-        return self._split[0]
+        return self._train_and_held_out[0]
 
     @functools.cached_property
     def evaluation(self) -> Samples | None:
         """The evaluation samples; None if the recipe has none."""
         source = self.recipe.data.evaluation
-        tell = self._show_progress
+        show_progress = self._show_progress
         if source is None or isinstance(source, HeldOut):
-            return self._split[1] if source else None
+            return self._train_and_held_out[1] if source else None
         key = "data.evaluation"
-        made = make_samples(self.recipe, source, self.tokenizer, show_progress=tell, key=key)
-        return packed(self._numbered(made), self.recipe.data, key)
+        samples = make_samples(
+            self.recipe, source, self.tokenizer, show_progress=show_progress, recipe_key=key
+        )
+        return pack_chats(self._renumber_as_trained(samples), self.recipe.data, key)
 
-    def _numbered(self, samples: Samples) -> Samples:
+    def _renumber_as_trained(self, samples: Samples) -> Samples:
         if self._vocabulary is not None:
-            number_as_trained(samples, self._vocabulary.labels, self._vocabulary.classes)
+            renumber_by_trained_classes(samples, self._vocabulary.labels, self._vocabulary.classes)
         return samples
 
-    def read_for(self, task: Task) -> None:
+    def read_parts_for(self, task: Task) -> None:
         """Read the samples that a task needs: an evaluation needs the evaluation samples alone."""
         if not task.evaluates:
             # Fills the cache: the first identity of rows with labels reads the rows a second time.
-            identity(self.train)
+            data_identity(self.train)
         _ = self.evaluation
 
     @property
@@ -145,17 +173,19 @@ class LoadedData:
         return {key: samples for key, samples in parts.items() if samples is not None}
 
     @property
-    def read(self) -> list[Samples]:
+    def parts_read(self) -> list[Samples]:
         """The parts that have been read."""
         # A cached property is in the instance's dictionary only after its first access.
-        found = (vars(self).get(name) for name in ("train", "evaluation"))
-        return [samples for samples in found if samples is not None]
+        cached_parts = (vars(self).get(name) for name in ("train", "evaluation"))
+        return [samples for samples in cached_parts if samples is not None]
 
     @property
     def classes(self) -> int:
         """The number of classes of the model, as far as it is known; 0: no classes."""
-        known = self._vocabulary.classes if self._vocabulary else 0
-        return max(known, *(getattr(samples, "classes", 0) for samples in self.read), 0)
+        trained_classes = self._vocabulary.classes if self._vocabulary else 0
+        return max(
+            trained_classes, *(getattr(samples, "classes", 0) for samples in self.parts_read), 0
+        )
 
     def class_lines(self) -> list[str]:
         """Return lines for the user: the classes, and those with at most one training row."""
@@ -177,15 +207,19 @@ def load_data(
     return data
 
 
-def stack_of(recipe: Recipe) -> Stack:
+def batch_function(recipe: Recipe) -> Stack:
     """Return the function that makes a batch of samples."""
     if recipe.model.traits.wrapper:
-        own = find("data.collate", recipe.data.collate) if recipe.data.collate else default_collate
-        return functools.partial(collate_any, own)
-    return OwnCollate(recipe.data.collate) if recipe.data.collate else collate
+        user_collate = (
+            load_user_function("data.collate", recipe.data.collate)
+            if recipe.data.collate
+            else default_collate
+        )
+        return functools.partial(collate_to_names, user_collate)
+    return UserCollate(recipe.data.collate) if recipe.data.collate else collate
 
 
-def reader(recipe: Recipe, device: str) -> Reader:
+def choose_reader(recipe: Recipe, device_type: str) -> Reader:
     """Return how micro batches are read ahead; default: by a thread for text on a GPU, else not."""
     workers = recipe.data.workers
     if workers is None:
@@ -194,38 +228,46 @@ def reader(recipe: Recipe, device: str) -> Reader:
         # wait for the slowest: a step of bert-large/tiny took 4 to 7 % longer with it,
         # 1 to 2 % without.
         return Reader(
-            0 if device == "cuda" and not recipe.data.is_custom else None, device == "cuda"
+            0 if device_type == "cuda" and not recipe.data.is_custom else None,
+            device_type == "cuda",
         )
-    return Reader(workers or None, device == "cuda")
+    return Reader(workers or None, device_type == "cuda")
 
 
-def _training(
+def _training_samples(
     recipe: Recipe,
     tokenizer: PreTrainedTokenizerBase,
     show_progress: ShowProgress,
-    streams: Path | None,
+    stream_folder: Path | None,
 ) -> Samples:
-    def of(key: str, source: str | Corpus, seed: int) -> Samples:
+    def source_samples(key: str, source: str | Corpus, seed: int) -> Samples:
         if isinstance(source, Corpus) and source.stream:
-            return _streamed(recipe, source, tokenizer, streams, show_progress, seed)
+            return _streamed_samples(recipe, source, tokenizer, stream_folder, show_progress, seed)
         return make_samples(recipe, source, tokenizer, seed, show_progress, key)
 
     parts = recipe.data.parts
     if not isinstance(recipe.data.train, tuple):
-        return of("data.train", recipe.data.train, recipe.seed)
-    made = [
-        of(f"data.train[{n}].source", part.source, source_seed(recipe.seed, n))
+        return source_samples("data.train", recipe.data.train, recipe.seed)
+    samples_by_part = [
+        source_samples(f"data.train[{n}].source", part.source, source_seed(recipe.seed, n))
         for n, part in enumerate(parts)
     ]
-    mixed = Mixture(made, [part.weight or len(of) for part, of in zip(parts, made)])
-    counts = shares(mixed.weights)
+    mixture = Mixture(
+        samples_by_part,
+        [
+            part.weight or len(source_samples)
+            for part, source_samples in zip(parts, samples_by_part)
+        ],
+    )
+    counts = places_by_source(mixture.weights)
     if not all(counts):
-        number = [*counts].index(0)
+        part_index = [*counts].index(0)
         raise DataError(
-            f"data.train[{number}]: has {len(made[number]):,} of {len(mixed):,} samples, less than "
+            f"data.train[{part_index}]: has {len(samples_by_part[part_index]):,} of "
+            f"{len(mixture):,} samples, less than "
             "one in 65,536; leave it out, or give weights"
         )
-    return mixed
+    return mixture
 
 
 def make_samples(
@@ -233,8 +275,8 @@ def make_samples(
     source: str | Corpus,
     tokenizer: PreTrainedTokenizerBase,
     seed: int | None = None,
-    show_progress: ShowProgress = silent,
-    key: str = "data.train",
+    show_progress: ShowProgress = ignore_progress,
+    recipe_key: str = "data.train",
 ) -> Samples:
     """Return the samples of one corpus for the recipe's task.
 
@@ -244,33 +286,41 @@ def make_samples(
         tokenizer: the tokenizer of the run.
         seed: the seed of random values in the samples; None: the recipe's seed.
         show_progress: called with progress messages.
-        key: the recipe's field of the corpus, for messages.
+        recipe_key: the recipe's field of the corpus, for messages.
 
     Raises:
         DataError: the corpus cannot be read, or has fewer tokens than one sample.
     """
     if isinstance(source, Corpus) and source.format == "custom":
-        key += ".factory"
-        items = call(key, str(source.factory), source.arguments, recipe.seed)
-        return OwnSamples(items, not (recipe.data.collate or recipe.model.traits.wrapper), key)
+        recipe_key += ".factory"
+        items = call_user_function(recipe_key, str(source.factory), source.arguments, recipe.seed)
+        return OwnSamples(
+            items, not (recipe.data.collate or recipe.model.traits.wrapper), recipe_key
+        )
     seed = recipe.seed if seed is None else seed
     length = recipe.data.sequence_length or 0
     traits = recipe.model.traits
     if traits.media and isinstance(source, Corpus):
         return MEDIA[traits.media](source, recipe, tokenizer)
     if traits.label:
-        return OF_ROWS[traits.label](source, tokenizer, length, show_progress)
+        return SAMPLES_BY_LABEL[traits.label](source, tokenizer, length, show_progress)
     if is_chat(source):
         pad = next(
-            (each for each in (tokenizer.pad_token_id, tokenizer.eos_token_id) if each is not None),
+            (
+                token_id
+                for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id)
+                if token_id is not None
+            ),
             0,
         )
-        return Conversations(tokenized_chats(source, tokenizer, show_progress), length, pad, key)
-    end, begin = _marks(recipe, tokenizer)
-    documents = tokenized_documents(
+        return Conversations(
+            tokenize_chats(source, tokenizer, show_progress), length, pad, recipe_key
+        )
+    end, begin = _document_marks(recipe, tokenizer)
+    documents = tokenize_documents(
         source, tokenizer, end_of_text=end, begin=begin, show_progress=show_progress
     )
-    samples: Samples = _of_text(recipe, documents, tokenizer, seed)
+    samples: Samples = _text_samples(recipe, documents, tokenizer, seed)
     if len(samples) == 0:
         raise DataError(
             f"{corpus_name(source)}: has {len(documents.tokens)} tokens, "
@@ -279,21 +329,21 @@ def make_samples(
     return samples
 
 
-def _marks(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[bool, list[int]]:
+def _document_marks(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[bool, list[int]]:
     """Return whether the end mark follows each document, and the tokens before it."""
     # A pretrained model has seen no text without its begin mark; see `begin_of_text`.
     predicts = recipe.model.traits.predicts
     pretrained = predicts == "next" and isinstance(recipe.data.tokenizer, str)
-    return predicts != "masked", begin_of_text(tokenizer) if pretrained else []
+    return predicts != "masked", begin_tokens(tokenizer) if pretrained else []
 
 
 @functools.cache
-def _temporary() -> tempfile.TemporaryDirectory[str]:
+def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
     """Return a folder that is deleted when the process ends."""
     return tempfile.TemporaryDirectory(prefix="ortlaunch-stream-")
 
 
-def _streamed(
+def _streamed_samples(
     recipe: Recipe,
     source: Corpus,
     tokenizer: PreTrainedTokenizerBase,
@@ -303,20 +353,20 @@ def _streamed(
 ) -> StreamedSamples:
     """Return the samples of a streamed corpus; without a run's folder, for a look at the first."""
     stream = source.stream or StreamSettings()
-    settings, encode = marked(tokenizer, *_marks(recipe, tokenizer))
+    settings, encode = marking_encoder(tokenizer, *_document_marks(recipe, tokenizer))
     length = recipe.data.sequence_length or 0
-    streamed = Streamed(source, files(source), encode, length, stream.shuffle, seed)
+    streamed = StreamedCorpus(source, corpus_files(source), encode, length, stream.shuffle, seed)
     return StreamedSamples(
         streamed,
-        lambda documents, own: _of_text(recipe, documents, tokenizer, own),
+        lambda documents, window_seed: _text_samples(recipe, documents, tokenizer, window_seed),
         settings,
-        folder or Path(_temporary().name),
+        folder or Path(_temporary_folder().name),
         stream.buffer_bytes if folder else 0,
         show_progress,
     )
 
 
-def _of_text(
+def _text_samples(
     recipe: Recipe, documents: Documents, tokenizer: PreTrainedTokenizerBase, seed: int
 ) -> Samples:
     length = recipe.data.sequence_length or 0

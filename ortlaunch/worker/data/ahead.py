@@ -38,7 +38,7 @@ Batch = dict[str, torch.Tensor]
 Places = list[tuple[int, int]]  # (sample, epoch)
 Read = Callable[[Places], Batch]
 # Micro batches that the thread reads ahead.
-_THREADS_OWN = 2
+_THREAD_BATCHES = 2
 # Seconds between looks for an ended worker process while no batch comes; seconds in which its end
 # is seen after an error; bytes of its own error.
 _LOOK_SECONDS = 1.0
@@ -71,44 +71,44 @@ class Reader(NamedTuple):
     """Whether batches are put into pinned memory, from which a GPU copies by itself."""
 
 
-class Ahead:
+class BatchesAhead:
     """The micro batches of one rank, in order, read ahead."""
 
     def __init__(
-        self, read: Read, places: Callable[[int, int], Places], passes: int, reader: Reader
+        self, read: Read, places: Callable[[int, int], Places], passes_per_step: int, reader: Reader
     ) -> None:
         """Prepare the reading; it starts at the first `batch`.
 
         Args:
             read: makes a batch of samples.
             places: (step, pass), both from 0 -> the samples of that micro batch.
-            passes: micro batches of a step.
+            passes_per_step: micro batches of a step.
             reader: how to read ahead.
         """
         self._read = read
         self._places = places
-        self._passes = passes
+        self._passes = passes_per_step
         self._reader = reader
         self._source: Iterator[Any] | None = None
-        self._next = (-1, -1)
-        self._last = ((-1, -1), Batch())
+        self._next_key = (-1, -1)
+        self._last_batch = ((-1, -1), Batch())
 
-    def batch(self, step: int, number: int) -> Batch:
-        """Return micro batch `number` of a step; the last one may be requested again."""
-        if (step, number) == self._last[0]:
-            return self._last[1]
-        if self._source is None or (step, number) != self._next:
+    def get_batch(self, step: int, pass_index: int) -> Batch:
+        """Return micro batch `pass_index` of a step; the last one may be requested again."""
+        if (step, pass_index) == self._last_batch[0]:
+            return self._last_batch[1]
+        if self._source is None or (step, pass_index) != self._next_key:
             self.close()
-            self._source = self._begin(step, number)
-        found = next(self._source)
+            self._source = self._start_reading(step, pass_index)
+        batch_or_error = next(self._source)
         # A worker process returns its error in place of the batch; see `_Reads`.
-        if isinstance(found, OrtlaunchError):
+        if isinstance(batch_or_error, OrtlaunchError):
             # Else another request for this batch would return the next one.
             self.close()
-            raise found
-        self._next = self._after(step, number)
-        self._last = (step, number), found
-        return self._last[1]
+            raise batch_or_error
+        self._next_key = self._next_pass(step, pass_index)
+        self._last_batch = (step, pass_index), batch_or_error
+        return self._last_batch[1]
 
     def close(self) -> None:
         """End the thread or the worker processes."""
@@ -116,25 +116,27 @@ class Ahead:
             self._source.close()  # type: ignore[attr-defined]
         self._source = None
 
-    def _begin(self, step: int, number: int) -> Iterator[Any]:
-        ahead = self._counted(step, number)
+    def _start_reading(self, step: int, pass_index: int) -> Iterator[Any]:
+        place_sequence = self._place_sequence(step, pass_index)
         if self._reader.workers:
-            return _by_processes(self._read, ahead, self._reader)
-        return _by_thread(self._read, ahead, self._reader)
+            return _read_by_processes(self._read, place_sequence, self._reader)
+        return _read_by_thread(self._read, place_sequence, self._reader)
 
-    def _counted(self, step: int, number: int) -> Iterator[Places]:
+    def _place_sequence(self, step: int, pass_index: int) -> Iterator[Places]:
         """Yield the samples of each micro batch from there on."""
         # Only the rank's main thread advances this iterator, so that it needs no lock.
         while True:
-            yield self._places(step, number)
-            step, number = self._after(step, number)
+            yield self._places(step, pass_index)
+            step, pass_index = self._next_pass(step, pass_index)
 
-    def _after(self, step: int, number: int) -> tuple[int, int]:
-        return (step, number + 1) if number + 1 < self._passes else (step + 1, 0)
+    def _next_pass(self, step: int, pass_index: int) -> tuple[int, int]:
+        return (step, pass_index + 1) if pass_index + 1 < self._passes else (step + 1, 0)
 
 
-def _by_thread(read: Read, ahead: Iterator[Places], reader: Reader) -> Iterator[Batch]:
-    def one(places: Places) -> Batch:
+def _read_by_thread(
+    read: Read, place_sequence: Iterator[Places], reader: Reader
+) -> Iterator[Batch]:
+    def read_batch(places: Places) -> Batch:
         batch = read(places)
         return (
             {name: value.pin_memory() for name, value in batch.items()} if reader.pinned else batch
@@ -142,19 +144,22 @@ def _by_thread(read: Read, ahead: Iterator[Places], reader: Reader) -> Iterator[
 
     thread = ThreadPoolExecutor(1)
     try:
-        waiting = collections.deque(
-            thread.submit(one, each) for each in itertools.islice(ahead, _THREADS_OWN)
+        pending_batches = collections.deque(
+            thread.submit(read_batch, sample_places)
+            for sample_places in itertools.islice(place_sequence, _THREAD_BATCHES)
         )
         while True:
-            found = waiting.popleft().result()
+            ready_batch = pending_batches.popleft().result()
             # The next one is submitted before the yield, so that it is read during the training.
-            waiting.append(thread.submit(one, next(ahead)))
-            yield found
+            pending_batches.append(thread.submit(read_batch, next(place_sequence)))
+            yield ready_batch
     finally:
         thread.shutdown(cancel_futures=True)
 
 
-def _by_processes(read: Read, ahead: Iterator[Places], reader: Reader) -> Iterator[Any]:
+def _read_by_processes(
+    read: Read, place_sequence: Iterator[Places], reader: Reader
+) -> Iterator[Any]:
     """Yield batches that forked worker processes read."""
     from torch.utils.data import DataLoader
     from torch.utils.data._utils import signal_handling
@@ -165,75 +170,79 @@ def _by_processes(read: Read, ahead: Iterator[Places], reader: Reader) -> Iterat
     # also reach them, are ignored there. The generator of its own keeps DataLoader from drawing
     # its base seed from the training's random numbers.
     loader: Any = DataLoader(
-        _Reads(read), batch_size=None, sampler=ahead, num_workers=int(reader.workers or 0),
+        _BatchDataset(read), batch_size=None, sampler=place_sequence, num_workers=int(reader.workers or 0),
         prefetch_factor=BATCHES_EACH_WORKER, pin_memory=reader.pinned,
-        worker_init_fn=_be_left_alone(os.getpid(), sender),
+        worker_init_fn=_worker_start_function(os.getpid(), sender),
         generator=torch.Generator(), multiprocessing_context="fork",
     )  # fmt: skip
     # A stop signal waits until the new process ignores it; else it would end the process.
-    others = multiprocessing.active_children()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
+    other_processes = multiprocessing.active_children()
+    former_mask = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
     try:
-        found = iter(loader)
+        loader_iterator = iter(loader)
     except OSError as error:
         # They ignore the signal that would end them with the rank.
-        for worker in {*multiprocessing.active_children()} - {*others}:
+        for worker in {*multiprocessing.active_children()} - {*other_processes}:
             worker.kill()
-        raise _failure(f"no process could be started: {first_message_line(error)}") from error
+        raise _worker_error(f"no process could be started: {first_message_line(error)}") from error
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, former_mask)
         os.close(sender)
-    workers = found._workers
+    workers = loader_iterator._workers
     # Else torch's handler of SIGCHLD would raise anywhere in the training.
-    signal_handling._remove_worker_pids(id(found))
-    found._worker_pids_set = False
+    signal_handling._remove_worker_pids(id(loader_iterator))
+    loader_iterator._worker_pids_set = False
     # torch's own are five seconds.
-    found._try_get_data = functools.partial(found._try_get_data, _LOOK_SECONDS)
+    loader_iterator._try_get_data = functools.partial(loader_iterator._try_get_data, _LOOK_SECONDS)
     try:
         while True:
             try:
-                batch = next(found)
+                batch = next(loader_iterator)
             # ConnectionError among them, where a worker ended while its batch was taken.
             except (OSError, EOFError, RuntimeError) as error:
-                raise _failure(_end_of(workers, receiver) or first_message_line(error)) from error
+                raise _worker_error(
+                    _worker_end_reason(workers, receiver) or first_message_line(error)
+                ) from error
             yield batch
     finally:
         os.close(receiver)
-        found._shutdown_workers()
+        loader_iterator._shutdown_workers()
         # A worker that hangs in a sample outlives the shutdown; a closed one raises ValueError.
         for worker in workers:
             with contextlib.suppress(ValueError):
                 worker.kill()
 
 
-def _end_of(workers: Sequence[BaseProcess], receiver: int) -> str:
+def _worker_end_reason(workers: Sequence[BaseProcess], error_pipe: int) -> str:
     """Return how a worker process ended, or failed to hand over a batch; "" if none did."""
     # Its connection may be closed before it has ended.
     wait_until(lambda: any(worker.exitcode for worker in workers), _END_SECONDS)
     # A worker writes its error before it ends.
     with contextlib.suppress(BlockingIOError):
-        if text := os.read(receiver, _ERROR_BYTES):
+        if text := os.read(error_pipe, _ERROR_BYTES):
             line = text.decode(errors="replace").splitlines()[0]
             return f"a worker process could not hand over a batch: {line}"
     for worker in workers:
         if status := worker.exitcode:
-            by = (
+            end_text = (
                 f"was killed by {signal.Signals(-status).name}"
                 if status < 0
                 else f"ended with exit status {status}"
             )
-            return f"a worker process {by}"
+            return f"a worker process {end_text}"
     return ""
 
 
-def _failure(reason: str) -> DataWorkerError:
+def _worker_error(reason: str) -> DataWorkerError:
     """Return the error of a failure, with its remedy."""
-    mend = next((mend for part, mend in _REMEDIES.items() if part in reason), "try data.workers=0")
+    remedy = next(
+        (remedy for part, remedy in _REMEDIES.items() if part in reason), "try data.workers=0"
+    )
     # Another start on this host would fail again, unless memory was short by chance.
-    return DataWorkerError(f"data.workers: {reason}; {mend}", 2 if mend is _SHARED else 1)
+    return DataWorkerError(f"data.workers: {reason}; {remedy}", 2 if remedy is _SHARED else 1)
 
 
-class _Reads(Dataset[Batch | OrtlaunchError]):
+class _BatchDataset(Dataset[Batch | OrtlaunchError]):
     """The data set that a worker process of DataLoader reads from."""
 
     def __init__(self, read: Read) -> None:
@@ -249,36 +258,39 @@ class _Reads(Dataset[Batch | OrtlaunchError]):
         # The user's own code may raise anything.
         except Exception as error:
             samples = ", ".join(str(index) for index, _ in places)
-            where = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-            what = f"{type(error).__name__}: {error}"
+            stack_text = "".join(
+                traceback.format_exception(type(error), error, error.__traceback__)
+            )
+            error_text = f"{type(error).__name__}: {error}"
             return HookError(
-                f"data.workers: reading samples {samples} of data.train raised {what}\n{where}"
+                f"data.workers: reading samples {samples} of data.train raised {error_text}\n{stack_text}"
             )
 
 
-def _be_left_alone(rank: int, sender: int) -> Callable[[int], None]:
+def _worker_start_function(rank_pid: int, error_pipe: int) -> Callable[[int], None]:
     """Return the start function of a worker process, which ties the process to its rank.
 
     Args:
-        rank: the rank's process id.
-        sender: the descriptor to which an error is written.
+        rank_pid: the rank's process id.
+        error_pipe: the descriptor to which an error is written.
     """
 
-    def end(error: Exception, item: object) -> None:
+    def end_worker(error: Exception, item: object) -> None:
         """End the process with the error of the thread that hands over its batches."""
         # Otherwise the thread would print the error, and the rank would wait for the batch for ever.
         traceback.print_exception(error)
         os.write(
-            sender, f"{type(error).__name__}: {first_message_line(error)}\n".encode()[:_ERROR_BYTES]
+            error_pipe,
+            f"{type(error).__name__}: {first_message_line(error)}\n".encode()[:_ERROR_BYTES],
         )
         os._exit(1)
 
-    def begin(number: int) -> None:
+    def start_worker(worker_id: int) -> None:
         # The rank alone handles stop signals; the workers end when the rank has ended.
-        for each in PASSED_ON:
-            signal.signal(each, signal.SIG_IGN)
+        for signal_number in PASSED_ON:
+            signal.signal(signal_number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
-        multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(end)  # type: ignore[attr-defined]
-        die_with_parent(signal.SIGKILL, rank)
+        multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(end_worker)  # type: ignore[attr-defined]
+        die_with_parent(signal.SIGKILL, rank_pid)
 
-    return begin
+    return start_worker

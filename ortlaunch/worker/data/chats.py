@@ -21,19 +21,19 @@ from ortlaunch.cache import add_cache_note
 from ortlaunch.json_types import Json
 from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.recipe.fields.prompts import CHAT_TEMPLATES
-from ortlaunch.worker.data.chat_rows import CALLS, Chat, chats_read
-from ortlaunch.worker.data.corpus import fingerprint
+from ortlaunch.worker.data.chat_rows import CALLS, Chat, read_chats
+from ortlaunch.worker.data.corpus import corpus_fingerprint
 from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data.samples import IGNORED
 from ortlaunch.worker.data.shards import Tokens
 from ortlaunch.worker.data.token_cache import (
     Documents,
     ShowProgress,
-    Work,
-    begin_of_text,
+    TokenizeWork,
+    begin_tokens,
+    load_or_write_tokens,
     plain_backend,
-    stored,
-    vocabulary_of,
+    tokenizer_fingerprint,
 )
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Rendered(NamedTuple):
     """Character ranges [first, after) of the answers in the text."""
 
 
-def tokenized_chats(
+def tokenize_chats(
     source: str | Corpus, tokenizer: PreTrainedTokenizerBase, show_progress: ShowProgress
 ) -> Documents:
     """Return one document for each chat; tokens of answers have the bit ANSWER set.
@@ -72,30 +72,34 @@ def tokenized_chats(
     """
     corpus = source if isinstance(source, Corpus) else None
     template = (
-        _Prompts(tokenizer)
+        _PromptTemplate(tokenizer)
         if corpus and corpus.prompt
-        else _Template(tokenizer, corpus.train_on if corpus else "assistant")
+        else _ChatTemplate(tokenizer, corpus.train_on if corpus else "assistant")
     )
     # All that the tokens depend on; the 2 is the version of this format.
     key = (
-        f"chats 2 {fingerprint(source)} {template.text} "
-        f"{tokenizer.special_tokens_map} {vocabulary_of(tokenizer)}"
+        f"chats 2 {corpus_fingerprint(source)} {template.text} "
+        f"{tokenizer.special_tokens_map} {tokenizer_fingerprint(tokenizer)}"
     )
     backend = plain_backend(tokenizer)
 
     def encode(chats: list[Chat]) -> Iterator[Sequence[int]]:
-        written = [template.render(chat) for chat in chats]
+        rendered_chats = [template.render(chat) for chat in chats]
         # The template has written the special tokens already.
-        encoded = backend.encode_batch([each.text for each in written], add_special_tokens=False)
-        for found, each, chat in zip(encoded, written, chats):
-            learned = _learned(each, chat, source, template.end_marks)
-            yield [*template.begin, *_marked(found, learned)]
+        encoded = backend.encode_batch(
+            [rendered.text for rendered in rendered_chats], add_special_tokens=False
+        )
+        for encoding, rendered, chat in zip(encoded, rendered_chats, chats):
+            learned = _learned_ranges(rendered, chat, source, template.end_marks)
+            yield [*template.begin, *_mark_answer_tokens(encoding, learned)]
 
-    return stored(Work(key, lambda: chats_read(source), encode), show_progress)
+    return load_or_write_tokens(
+        TokenizeWork(key, lambda: read_chats(source), encode), show_progress
+    )
 
 
-def _learned(
-    found: Rendered, chat: Chat, source: str | Corpus, end_marks: tuple[str, ...]
+def _learned_ranges(
+    rendered: Rendered, chat: Chat, source: str | Corpus, end_marks: tuple[str, ...]
 ) -> list[tuple[int, int]]:
     """Return the ranges of the text that count in the loss, by the source's fields.
 
@@ -103,50 +107,51 @@ def _learned(
         DataError: messages say whether they count, and the template marks other passages.
     """
     if isinstance(source, str):
-        return found.answers
+        return rendered.answers
     if source.train_on == "all":
-        return [(0, len(found.text))]
-    chosen = found.answers[-1:] if source.train_on == "last" else found.answers
+        return [(0, len(rendered.text))]
+    ranges = rendered.answers[-1:] if source.train_on == "last" else rendered.answers
     if source.train_key:
-        messages = [each for each in chat.messages if each["role"] == "assistant"]
+        messages = [item for item in chat.messages if item["role"] == "assistant"]
         messages = messages[-1:] if source.train_on == "last" else messages
-        if len(messages) != len(chosen):
+        if len(messages) != len(ranges):
             raise DataError(
-                f"{chat.place}: the chat template marks {len(chosen)} passages, and "
+                f"{chat.location}: the chat template marks {len(ranges)} passages, and "
                 f"{len(messages)} answers may have {source.train_key}"
             )
-        chosen = [
-            each
-            for each, message in zip(chosen, messages)
+        ranges = [
+            item
+            for item, message in zip(ranges, messages)
             if message.get(source.train_key) in (None, True)
         ]
     if source.train_on_end:
-        return chosen
+        return ranges
     return [
-        (first, _before_mark(found.text[first:after], end_marks) + first) for first, after in chosen
+        (start, _length_before_mark(rendered.text[start:stop], end_marks) + start)
+        for start, stop in ranges
     ]
 
 
-def _before_mark(text: str, end_marks: tuple[str, ...]) -> int:
+def _length_before_mark(text: str, end_marks: tuple[str, ...]) -> int:
     """Return the length of an answer without its end mark, and without spaces around the mark."""
-    shown = text.rstrip()
-    mark = next((mark for mark in end_marks if shown.endswith(mark)), "")
-    return len(shown.removesuffix(mark).rstrip()) if mark else len(text)
+    stripped_text = text.rstrip()
+    mark = next((mark for mark in end_marks if stripped_text.endswith(mark)), "")
+    return len(stripped_text.removesuffix(mark).rstrip()) if mark else len(text)
 
 
-class _Prompts:
+class _PromptTemplate:
     """Prompts that are text already: the tokenizer's begin mark, prompt, response, end mark."""
 
     text = "prompts"
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        _require_offsets(tokenizer)
+        _require_fast_tokenizer(tokenizer)
         if tokenizer.eos_token is None:
             raise DataError(
                 "data.tokenizer has no eos_token, which ends a response; set "
                 "data.special_tokens.eos_token"
             )
-        self.begin = begin_of_text(tokenizer)
+        self.begin = begin_tokens(tokenizer)
         self.end_marks = (str(tokenizer.eos_token),)
 
     def render(self, chat: Chat) -> Rendered:
@@ -156,7 +161,7 @@ class _Prompts:
         return Rendered(text, [(len(prompt), len(text))])
 
 
-def _require_offsets(tokenizer: PreTrainedTokenizerBase) -> None:
+def _require_fast_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
     if not tokenizer.is_fast:
         raise DataError(
             "data.tokenizer: does not report the positions of tokens in a text; use a fast "
@@ -164,29 +169,31 @@ def _require_offsets(tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
-def _marked(encoded: Any, answers: list[tuple[int, int]]) -> Sequence[int]:
+def _mark_answer_tokens(encoding: Any, answer_ranges: list[tuple[int, int]]) -> Sequence[int]:
     """Return the token ids, with ANSWER set on each token that has a character of an answer."""
-    ids = np.array(encoded.ids, np.uint32)
-    places = np.array(encoded.offsets, np.int64).reshape(-1, 2)
-    for first, after in answers:
+    ids = np.array(encoding.ids, np.uint32)
+    token_ranges = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+    for start, stop in answer_ranges:
         # Tokens that overlap the answer; the last condition excludes tokens without characters.
         (inside,) = np.nonzero(
-            (places[:, 1] > first) & (places[:, 0] < after) & (places[:, 1] > places[:, 0])
+            (token_ranges[:, 1] > start)
+            & (token_ranges[:, 0] < stop)
+            & (token_ranges[:, 1] > token_ranges[:, 0])
         )
         # The whole range is marked, so that a token without characters within an answer counts too.
         if len(inside):
             ids[inside[0] : inside[-1] + 1] |= np.uint32(ANSWER)
-    found: Sequence[int] = ids.tolist()
-    return found
+    marked_ids: Sequence[int] = ids.tolist()
+    return marked_ids
 
 
-class _Template:
+class _ChatTemplate:
     """The tokenizer's chat template, which writes the begin mark, too."""
 
     begin = list[int]()
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, train_on: str) -> None:
-        _require_offsets(tokenizer)
+        _require_fast_tokenizer(tokenizer)
         self.train_on = train_on
         if not tokenizer.chat_template:
             raise DataError(
@@ -205,7 +212,10 @@ class _Template:
         self._names = {*_WORD.findall(self.text)} - reserved | {"tools", "documents"}
         added = tokenizer.added_tokens_decoder.values()
         self.end_marks = tuple(
-            {*tokenizer.all_special_tokens, *(str(each) for each in added if each.special)}
+            {
+                *tokenizer.all_special_tokens,
+                *(str(added_token) for added_token in added if added_token.special),
+            }
         )
 
     def render(self, chat: Chat) -> Rendered:
@@ -215,97 +225,131 @@ class _Template:
             DataError: the template refuses the chat, or its answers cannot be located.
         """
         try:
-            found = self._marked(chat) if self._uses_marks else self._compared(chat)
+            rendered = (
+                self._render_by_marks(chat)
+                if self._uses_marks
+                else self._render_by_comparison(chat)
+            )
         except DataError:
             raise
         # Errors of Jinja, and any error that the template's own code raises.
         except Exception as error:
             line = getattr(error, "lineno", None)
-            why = " ".join(str(error).split())
+            reason = " ".join(str(error).split())
             # A line number belongs to a syntax error of the template, not to this chat.
             if line:
-                raise DataError(f"data.chat_template: line {line}: {why}") from None
-            raise DataError(f"{chat.place}: the chat template rejects it: {why}") from None
-        self._require_written(chat, found.text)
-        if not any(after > first for first, after in found.answers):
-            raise DataError(f"{chat.place}: the chat template renders no answer")
-        return found
+                raise DataError(f"data.chat_template: line {line}: {reason}") from None
+            raise DataError(f"{chat.location}: the chat template rejects it: {reason}") from None
+        self._require_tools_in_text(chat, rendered.text)
+        if not any(stop > start for start, stop in rendered.answers):
+            raise DataError(f"{chat.location}: the chat template renders no answer")
+        return rendered
 
-    def _variables(self, chat: Chat) -> Json:
+    def _template_variables(self, chat: Chat) -> Json:
         """Return the columns of a row that the template may write, by name."""
-        found = {name: each for name, each in chat.columns.items() if name in self._names and each}
+        variables = {
+            name: value for name, value in chat.columns.items() if name in self._names and value
+        }
         # Many data sets have the tools as JSON, for their forms differ from row to row.
-        if isinstance(found.get("tools"), str):
-            found["tools"] = json.loads(found["tools"])
-        return found
+        if isinstance(variables.get("tools"), str):
+            variables["tools"] = json.loads(variables["tools"])
+        return variables
 
-    def _require_written(self, chat: Chat, whole: str) -> None:
+    def _require_tools_in_text(self, chat: Chat, chat_text: str) -> None:
         """Refuse a chat whose tools, or calls of them, the template leaves out.
 
         Raises:
             DataError: the text is the same without them.
         """
-        variables = self._variables(chat)
-        for name in (each for each in _TOOLS if chat.columns.get(each)):
-            if whole == self._text(chat.messages, **{**variables, name: None}):
-                raise DataError(f"{chat.place}: the row has {name}, {_UNWRITTEN}")
-        for number, message in enumerate(chat.messages):
-            for name in (each for each in CALLS if message.get(each)):
-                without = {key: each for key, each in message.items() if key != name}
-                messages = [*chat.messages[:number], without, *chat.messages[number + 1 :]]
-                if whole == self._text(messages, **variables):
-                    raise DataError(f"{chat.place}: message {number + 1} has {name}, {_UNWRITTEN}")
+        variables = self._template_variables(chat)
+        for name in (key_or_value for key_or_value in _TOOLS if chat.columns.get(key_or_value)):
+            if chat_text == self._apply_template(chat.messages, **{**variables, name: None}):
+                raise DataError(f"{chat.location}: the row has {name}, {_UNWRITTEN}")
+        for message_index, message in enumerate(chat.messages):
+            for name in (key_or_value for key_or_value in CALLS if message.get(key_or_value)):
+                message_without = {
+                    key: key_or_value for key, key_or_value in message.items() if key != name
+                }
+                messages = [
+                    *chat.messages[:message_index],
+                    message_without,
+                    *chat.messages[message_index + 1 :],
+                ]
+                if chat_text == self._apply_template(messages, **variables):
+                    raise DataError(
+                        f"{chat.location}: message {message_index + 1} has {name}, {_UNWRITTEN}"
+                    )
 
-    def _marked(self, chat: Chat) -> Rendered:
+    def _render_by_marks(self, chat: Chat) -> Rendered:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         rendered: object = render_jinja_template(
             conversations=[chat.messages], chat_template=self.text, return_assistant_tokens_mask=True,
-            **self.tokenizer.special_tokens_map, **self._variables(chat),  # of the template
+            **self.tokenizer.special_tokens_map, **self._template_variables(chat),  # of the template
         )  # fmt: skip
         # transformers annotates the result as str.
         texts, answers = cast("tuple[list[str], list[list[tuple[int, int]]]]", rendered)
-        return Rendered(texts[0], [(first, after) for first, after in answers[0]])
+        return Rendered(texts[0], [(start, stop) for start, stop in answers[0]])
 
-    def _compared(self, chat: Chat) -> Rendered:
+    def _render_by_comparison(self, chat: Chat) -> Rendered:
         messages = chat.messages
-        whole = self._text(messages, **self._variables(chat))
+        chat_text = self._apply_template(messages, **self._template_variables(chat))
         # A template may rewrite earlier turns, so no more answers are searched than count.
         if self.train_on == "all":
-            return Rendered(whole, [(0, len(whole))])
-        numbers = [number for number, each in enumerate(messages) if each["role"] == "assistant"]
-        chosen = numbers[-1:] if self.train_on == "last" else numbers
-        return Rendered(whole, [self._answer(whole, chat, number) for number in chosen])
+            return Rendered(chat_text, [(0, len(chat_text))])
+        all_answer_indices = [
+            message_index
+            for message_index, message in enumerate(messages)
+            if message["role"] == "assistant"
+        ]
+        answer_indices = all_answer_indices[-1:] if self.train_on == "last" else all_answer_indices
+        return Rendered(
+            chat_text,
+            [
+                self._answer_range(chat_text, chat, message_index)
+                for message_index in answer_indices
+            ],
+        )
 
-    def _answer(self, whole: str, chat: Chat, number: int) -> tuple[int, int]:
+    def _answer_range(self, chat_text: str, chat: Chat, message_index: int) -> tuple[int, int]:
         """Return the character range of an answer: from after the generation prompt.
 
         The range includes the end mark, but not the line end after the mark.
         """
-        before = self._begin(whole, chat, number)
-        after = self._begin(whole, chat, number + 1)
-        if not (whole.startswith(before) and whole.startswith(after)):
+        text_before = self._beginning_of_chat(chat_text, chat, message_index)
+        text_through = self._beginning_of_chat(chat_text, chat, message_index + 1)
+        if not (chat_text.startswith(text_before) and chat_text.startswith(text_through)):
             raise DataError(
-                f"{chat.place}: the chat template renders message {number + 1} differently when "
+                f"{chat.location}: the chat template renders message {message_index + 1} differently when "
                 "others follow, so its answers cannot be located: put {% generation %} and "
                 "{% endgeneration %} around them in data.chat_template"
             )
-        variables = self._variables(chat)
-        prompt = self._text(chat.messages[:number], add_generation_prompt=True, **variables)
-        first = len(prompt) if whole.startswith(prompt) else len(before)
-        shown = after.rstrip()
+        variables = self._template_variables(chat)
+        prompt = self._apply_template(
+            chat.messages[:message_index], add_generation_prompt=True, **variables
+        )
+        start = len(prompt) if chat_text.startswith(prompt) else len(text_before)
+        stripped_text = text_through.rstrip()
         # Of two end marks, as of Phi-3's last answer, the first one ends the answer.
-        bare = shown.removesuffix(self.tokenizer.eos_token or "").rstrip()
-        shown = bare if bare != shown and bare.endswith(self.end_marks) else shown
-        return first, len(shown) if shown.endswith(self.end_marks) else len(after)
+        bare = stripped_text.removesuffix(self.tokenizer.eos_token or "").rstrip()
+        stripped_text = (
+            bare if bare != stripped_text and bare.endswith(self.end_marks) else stripped_text
+        )
+        return start, len(stripped_text) if stripped_text.endswith(self.end_marks) else len(
+            text_through
+        )
 
-    def _begin(self, whole: str, chat: Chat, count: int) -> str:
+    def _beginning_of_chat(self, chat_text: str, chat: Chat, message_count: int) -> str:
         """Return the text of the first messages, as the text of the whole chat begins."""
-        text = self._text(chat.messages[:count], **self._variables(chat))
+        text = self._apply_template(chat.messages[:message_count], **self._template_variables(chat))
         # Some templates, as Phi-3's, write an end mark behind the last message of a chat.
-        return text if whole.startswith(text) else text.removesuffix(self.tokenizer.eos_token or "")
+        return (
+            text
+            if chat_text.startswith(text)
+            else text.removesuffix(self.tokenizer.eos_token or "")
+        )
 
-    def _text(self, messages: list[Json], **options: Any) -> str:
+    def _apply_template(self, messages: list[Json], **options: Any) -> str:
         if not messages:
             return ""
         return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **options))
@@ -319,26 +363,32 @@ class Conversations:
 
     varies = True
 
-    def __init__(self, documents: Documents, length: int, pad: int, name: str) -> None:
+    def __init__(self, documents: Documents, length: int, padding_id: int, recipe_key: str) -> None:
         self.tokens, self.ends = documents
         self.length = length
-        self.pad = pad
+        self.pad = padding_id
         sizes = np.diff(self.ends, prepend=0)
         # The mean loss over no labels would be nan.
         self.kept = np.flatnonzero(
-            _has_answer(self.tokens, self.ends - sizes, np.minimum(sizes, length))
+            _chats_with_answer(self.tokens, self.ends - sizes, np.minimum(sizes, length))
         )
-        cut = int((sizes > length).sum())
-        without = len(sizes) - len(self.kept)
+        cut_chats = int((sizes > length).sum())
+        chats_without_answer = len(sizes) - len(self.kept)
         if not len(self.kept):
             raise DataError(
-                f"{name}: no chat has an answer within its first {length} tokens "
+                f"{recipe_key}: no chat has an answer within its first {length} tokens "
                 "(data.sequence_length)"
             )
-        if cut or without:
-            add_cache_note(f"{name}: {cut:,} of {len(sizes):,} chats are longer than data.sequence_length "
-                 f"({length}) and cut off"
-                 + (f"; {without:,} without an answer before that are left out" if without else ""))  # fmt: skip
+        if cut_chats or chats_without_answer:
+            add_cache_note(
+                f"{recipe_key}: {cut_chats:,} of {len(sizes):,} chats are longer than data.sequence_length "
+                f"({length}) and cut off"
+                + (
+                    f"; {chats_without_answer:,} without an answer before that are left out"
+                    if chats_without_answer
+                    else ""
+                )
+            )
 
     def __len__(self) -> int:
         return len(self.kept)
@@ -354,7 +404,7 @@ class Conversations:
         marked = self.tokens[begin : min(int(self.ends[chat]), begin + self.length)].astype(
             np.int64
         )
-        found = len(marked)
+        token_count = len(marked)
         empty = self.length - len(marked)
         ids = np.pad(marked & (ANSWER - 1), (0, empty), constant_values=self.pad)
         labels = np.pad(
@@ -362,32 +412,32 @@ class Conversations:
             (0, empty),
             constant_values=IGNORED,
         )
-        mask = (np.arange(self.length) < found).astype(np.int64)
+        mask = (np.arange(self.length) < token_count).astype(np.int64)
         tensors = {"input_ids": ids, "attention_mask": mask, "labels": labels}
         return {name: torch.from_numpy(value) for name, value in tensors.items()}
 
 
-def _has_answer(
-    tokens: Tokens, begins: NDArray[np.int64], sizes: NDArray[np.int64]
+def _chats_with_answer(
+    tokens: Tokens, chat_begins: NDArray[np.int64], chat_sizes: NDArray[np.int64]
 ) -> NDArray[np.bool_]:
-    """Return for each chat whether its first `sizes` tokens have a token of an answer.
+    """Return for each chat whether its first `chat_sizes` tokens have a token of an answer.
 
     The first token of a chat does not count, as nothing predicts it.
 
     Args:
         tokens: (tokens,) uint32, of all chats.
-        begins: (chats,) index of each chat's first token.
-        sizes: (chats,) number of tokens to search.
+        chat_begins: (chats,) index of each chat's first token.
+        chat_sizes: (chats,) number of tokens to search.
     """
-    found = np.zeros(len(begins), bool)
-    (long,) = np.nonzero(sizes > 1)
-    for first in range(0, len(long), _CHATS_AT_ONCE):
-        chats = long[first : first + _CHATS_AT_ONCE]
-        begin = begins[chats] + 1
-        after = begins[chats] + sizes[chats]
-        read = tokens[begin[0] : after[-1]] >= ANSWER
+    has_answer = np.zeros(len(chat_begins), bool)
+    (long,) = np.nonzero(chat_sizes > 1)
+    for first_chat in range(0, len(long), _CHATS_AT_ONCE):
+        chats = long[first_chat : first_chat + _CHATS_AT_ONCE]
+        begin = chat_begins[chats] + 1
+        stops = chat_begins[chats] + chat_sizes[chats]
+        is_answer = tokens[begin[0] : stops[-1]] >= ANSWER
         # `reduceat` reduces between each two indices; the last range goes to the end of the array.
         # Every second range lies between two chats, and is dropped.
-        spans = np.stack([begin, after], axis=1).ravel()[:-1] - begin[0]
-        found[chats] = np.logical_or.reduceat(read, spans)[::2]
-    return found
+        spans = np.stack([begin, stops], axis=1).ravel()[:-1] - begin[0]
+        has_answer[chats] = np.logical_or.reduceat(is_answer, spans)[::2]
+    return has_answer

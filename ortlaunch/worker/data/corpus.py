@@ -21,12 +21,12 @@ from ortlaunch.worker.data.media.folders import folder_files, folder_rows
 from ortlaunch.worker.data.reading import (
     BLOCK,
     LONGEST_TEXT,
-    SPLIT,
+    SPLIT_ADVICE,
     DataError,
     MissingData,
     Row,
     blocks_hash,
-    names_of_numbers,
+    class_names_by_column,
     read_file,
 )
 from ortlaunch.worker.data.streams.hub import hub_reason
@@ -36,17 +36,17 @@ from ortlaunch.worker.data.streams.remote import remote_files
 _WHOLE_BYTES = 64 << 20
 
 
-def documents(source: str | Corpus) -> Iterator[str]:
+def corpus_texts(source: str | Corpus) -> Iterator[str]:
     """Return the texts of a corpus in a fixed order; `document` sets how plain text is split."""
-    return (text for text, _ in documents_read(source))
+    return (text for text, _ in read_documents(source))
 
 
-def documents_read(source: str | Corpus, lists: bool = False) -> Iterator[tuple[str, float]]:
+def read_documents(source: str | Corpus, joins_lists: bool = False) -> Iterator[tuple[str, float]]:
     """Yield the texts of a corpus, each with the share (0 to 1) of the corpus read so far.
 
     Args:
         source: the corpus.
-        lists: whether lists of words are accepted, joined by spaces.
+        joins_lists: whether lists of words are accepted, joined by spaces.
 
     Yields:
         Text and share; the share is 0 where it is unknown.
@@ -58,29 +58,32 @@ def documents_read(source: str | Corpus, lists: bool = False) -> Iterator[tuple[
         from pydoc_data.topics import topics
 
         yield from (
-            (topics[name], number / len(topics)) for number, name in enumerate(sorted(topics), 1)
+            (topics[name], topic_number / len(topics))
+            for topic_number, name in enumerate(sorted(topics), 1)
         )
         return
-    yield from texts_of(rows(source), source, lists)
+    yield from row_texts(read_rows(source), source, joins_lists)
 
 
-def texts_of(
-    found: Iterable[Row], source: Corpus, lists: bool = False
+def row_texts(
+    corpus_rows: Iterable[Row], source: Corpus, joins_lists: bool = False
 ) -> Iterator[tuple[str, float]]:
-    """Yield the texts of rows, each with its share; arguments and errors as of `documents_read`."""
+    """Yield the texts of rows, each with its share; arguments and errors as of `read_documents`."""
     column = source.text_column if source.format != "text" else "text"
-    for row in found:
-        text = value(row, column)
-        if lists and isinstance(text, list):
+    for row in corpus_rows:
+        text = required_value(row, column)
+        if joins_lists and isinstance(text, list):
             text = " ".join(map(str, text))
         # A null, as an empty text, is a row without a document.
         if not isinstance(text, (str, type(None))):
-            raise DataError(f"{row.place}: column {column!r} holds {text!r:.80}; it must be text")
+            raise DataError(
+                f"{row.location}: column {column!r} holds {text!r:.80}; it must be text"
+            )
         if text:
             yield text, row.share
 
 
-def value(row: Row, column: str) -> Any:
+def required_value(row: Row, column: str) -> Any:
     """Return the value of a row in a column.
 
     Raises:
@@ -88,16 +91,16 @@ def value(row: Row, column: str) -> Any:
     """
     if column not in row.values:
         raise DataError(
-            f"{row.place}: no column {column!r}; it has {', '.join(sorted(row.values))}"
+            f"{row.location}: no column {column!r}; it has {', '.join(sorted(row.values))}"
         )
-    found = row.values[column]
-    if isinstance(found, str) and len(found) > LONGEST_TEXT:
-        told = f"{column} has {len(found):,} characters; the maximum is {LONGEST_TEXT:,}"
-        raise DataError(f"{row.place}: {told}; {SPLIT}")
-    return found
+    cell = row.values[column]
+    if isinstance(cell, str) and len(cell) > LONGEST_TEXT:
+        problem = f"{column} has {len(cell):,} characters; the maximum is {LONGEST_TEXT:,}"
+        raise DataError(f"{row.location}: {problem}; {SPLIT_ADVICE}")
+    return cell
 
 
-def rows(source: Corpus) -> Iterator[Row]:
+def read_rows(source: Corpus) -> Iterator[Row]:
     """Return the rows of a corpus, streamed, up to `most_rows`.
 
     Raises:
@@ -108,31 +111,31 @@ def rows(source: Corpus) -> Iterator[Row]:
 
 def _all_rows(source: Corpus) -> Iterator[Row]:
     if source.format == "hub":
-        yield from _of_the_hub(source)
+        yield from _hub_rows(source)
         return
     if source.format == "folder":
-        yield from folder_rows(files(source))
+        yield from folder_rows(corpus_files(source))
         return
-    found = files(source)
-    sizes = [os.path.getsize(path) for path in found]
-    for path, before, size in zip(found, itertools.accumulate([0, *sizes]), sizes):
+    paths = corpus_files(source)
+    sizes = [os.path.getsize(path) for path in paths]
+    for path, bytes_before, size in zip(paths, itertools.accumulate([0, *sizes]), sizes):
         for row in read_file(path, source.format, source.document):
             # From the share of the file to the share of all files, by bytes on the disk.
-            yield row._replace(share=(before + row.share * size) / sum(sizes))
+            yield row._replace(share=(bytes_before + row.share * size) / sum(sizes))
 
 
-def _of_the_hub(source: Corpus) -> Iterator[Row]:
+def _hub_rows(source: Corpus) -> Iterator[Row]:
     import datasets
 
     try:
-        found = datasets.load_dataset(
+        dataset = datasets.load_dataset(
             source.name, source.subset, data_files=_files_of_hub(source), split=source.split,
             revision=source.revision, streaming=True,
         )  # fmt: skip
-        names = names_of_numbers(found.features.to_dict() if found.features else {})
+        names = class_names_by_column(dataset.features.to_dict() if dataset.features else {})
         yield from (
-            Row(row, f"{corpus_name(source)}: row {number}", 0.0, names)
-            for number, row in enumerate(found, 1)
+            Row(row, f"{corpus_name(source)}: row {row_number}", 0.0, names)
+            for row_number, row in enumerate(dataset, 1)
         )
     # `datasets` reads a first row of JSON to learn the columns.
     except StopIteration:
@@ -140,11 +143,11 @@ def _of_the_hub(source: Corpus) -> Iterator[Row]:
     # The errors of pyarrow and of the hub are subclasses of these.
     except (OSError, ValueError) as error:
         raise DataError(
-            f"{corpus_name(source)}: cannot be read: {_reason(error, source)}"
+            f"{corpus_name(source)}: cannot be read: {_hub_error_reason(error, source)}"
         ) from error
 
 
-def _reason(error: Exception, source: Corpus) -> str:
+def _hub_error_reason(error: Exception, source: Corpus) -> str:
     name = f"{source.name}@{source.revision}" if source.revision else str(source.name)
     return hub_reason(error, name, "datasets/")
 
@@ -153,16 +156,16 @@ def _files_of_hub(source: Corpus) -> list[str] | None:
     return list(source.files) if source.files else None
 
 
-def files(source: Corpus) -> list[str]:
+def corpus_files(source: Corpus) -> list[str]:
     """Return the files of a corpus, sorted within each pattern.
 
     Raises:
         MissingData: a pattern matches no file.
     """
-    found: list[str] = []
+    paths: list[str] = []
     for pattern in source.path or ():
         if source.format == "folder":
-            found += folder_files(pattern, source.split)
+            paths += folder_files(pattern, source.split)
             continue
         matches: Sequence[str] = (
             remote_files(pattern) if "://" in pattern else matching_files(pattern)
@@ -171,11 +174,11 @@ def files(source: Corpus) -> list[str]:
             raise MissingData(
                 f"{corpus_name(source)}: {pattern!r} matches no file (current folder: {os.getcwd()})"
             )
-        found += matches
-    return found
+        paths += matches
+    return paths
 
 
-def fingerprint(source: str | Corpus) -> str:
+def corpus_fingerprint(source: str | Corpus) -> str:
     """Return a text that changes when the corpus may have changed.
 
     Files count by path and contents, or, if they are large, by path, size, some blocks, dates and
@@ -192,46 +195,48 @@ def fingerprint(source: str | Corpus) -> str:
             str(source.name),
             str(source.subset),
             source.split,
-            columns(source),
-            _commit(source),
+            column_settings(source),
+            _hub_commit_or_state(source),
         ]
     else:
         # The default is left out, so that a corpus without `document` keeps its fingerprint.
-        kind = (
+        format_text = (
             source.format
             if source.document == "paragraph"
             else f"{source.format} by {source.document}"
         )
         parts = [
-            kind,
-            columns(source),
-            *_states(files(source)),
+            format_text,
+            column_settings(source),
+            *_file_states(corpus_files(source)),
         ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
-def _states(paths: Sequence[str]) -> Iterator[str]:
+def _file_states(paths: Sequence[str]) -> Iterator[str]:
     """Yield a text for each file that changes with its contents."""
     stats = [os.stat(path) for path in paths]
-    whole = sum(stat.st_size for stat in stats) <= _WHOLE_BYTES
+    is_hashed_whole = sum(stat.st_size for stat in stats) <= _WHOLE_BYTES
     for path, stat in zip(paths, stats):
         # A program can set the modification time, as unpacking does, but not st_ctime.
-        dates = "" if whole else f"{stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"
-        yield f"{path} {dates} {blocks_hash(path, _WHOLE_BYTES if whole else BLOCK)}"
+        dates = "" if is_hashed_whole else f"{stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"
+        yield f"{path} {dates} {blocks_hash(path, _WHOLE_BYTES if is_hashed_whole else BLOCK)}"
 
 
-def columns(source: Corpus) -> str:
+def column_settings(source: Corpus) -> str:
     # What has its default is left out, so that a corpus without it keeps its fingerprint.
-    others = ("files", "input_column", "system_column", "role_key", "content_key", "roles", "most_rows",
+    optional_settings = ("files", "input_column", "system_column", "role_key", "content_key", "roles", "most_rows",
               "prompt", "train_on", "train_on_end", "train_key")  # fmt: skip
-    given = [f" {key}: {getattr(source, key)}" for key in others if key in chosen(source)]
+    changed_settings = [
+        f" {key}: {getattr(source, key)}" for key in optional_settings if key in chosen(source)
+    ]
     if is_chat(source):
         chat = f"{source.messages_column} {source.prompt_column} {source.response_column}"
-        return "".join((chat, *given))
-    return "".join((source.text_column, *given))
+        return "".join((chat, *changed_settings))
+    return "".join((source.text_column, *changed_settings))
 
 
-def _commit(source: Corpus) -> str:
+def _hub_commit_or_state(source: Corpus) -> str:
     """Return the commit of a hub data set; for a local folder, a hash of the state of its files."""
     # A full commit hash needs no network.
     if (
@@ -243,19 +248,19 @@ def _commit(source: Corpus) -> str:
     import datasets
 
     # `datasets` knows local files by their dates alone.
-    inner = glob.glob(f"{glob.escape(str(source.name))}/**", recursive=True)
-    files = [path for path in sorted(inner) if os.path.isfile(path)]
+    paths_inside = glob.glob(f"{glob.escape(str(source.name))}/**", recursive=True)
+    files = [path for path in sorted(paths_inside) if os.path.isfile(path)]
     require_no_pointers(files)
-    local = _states(files)
+    local = _file_states(files)
     try:
-        found: str = datasets.load_dataset_builder(
+        commit: str = datasets.load_dataset_builder(
             source.name, source.subset, data_files=_files_of_hub(source), revision=source.revision
         ).hash
     except (OSError, ValueError) as error:
         raise DataError(
-            f"{corpus_name(source)}: cannot be read: {_reason(error, source)}"
+            f"{corpus_name(source)}: cannot be read: {_hub_error_reason(error, source)}"
         ) from error
-    return "\n".join((found, *local))
+    return "\n".join((commit, *local))
 
 
 def corpus_name(source: str | Corpus) -> str:

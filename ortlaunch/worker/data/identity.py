@@ -17,63 +17,65 @@ from ortlaunch.worker.data.samples import Samples
 from ortlaunch.worker.data.streams.samples import StreamedSamples
 
 # Only these pieces of the corpus are hashed, as it may be larger than memory.
-_PIECES = 64
+_HASHED_PIECES = 64
 # Tokens of a piece.
 _TOKENS = 4096
 
 
-def identity(samples: Samples) -> dict[str, object]:
+def data_identity(samples: Samples) -> dict[str, object]:
     """Return the identity of a data set: `samples`, `fingerprint` and `order`.
 
     The fingerprint is of tokens, texts or a few of the user's own samples; it is None if these are
     random.
     """
-    held = _held_out(samples)
-    found: dict[str, object] = {
+    held_out_count = _held_out_count(samples)
+    record: dict[str, object] = {
         "samples": len(samples),
-        "fingerprint": _fingerprint(samples),
-        "order": _order(samples),
+        "fingerprint": _samples_fingerprint(samples),
+        "order": _samples_order(samples),
     }
-    return {**found, "held_out": held} if held else found
+    return {**record, "held_out": held_out_count} if held_out_count else record
 
 
-def _held_out(samples: Samples) -> int:
+def _held_out_count(samples: Samples) -> int:
     """Return the number of samples that are held out; with seed and total it says which."""
     parts = samples.parts if isinstance(samples, Mixture) else [samples]
-    whole = (part.samples if isinstance(part, Packs) else part for part in parts)
-    return sum(len(part.whole) - len(part) for part in whole if isinstance(part, SplitPart))
+    unpacked_parts = (part.samples if isinstance(part, Packs) else part for part in parts)
+    return sum(
+        len(part.whole) - len(part) for part in unpacked_parts if isinstance(part, SplitPart)
+    )
 
 
-def _order(samples: Samples) -> str:
+def _samples_order(samples: Samples) -> str:
     if isinstance(samples, Mixture):
-        return f"mixture of {', '.join(map(_order, samples.parts))}"
+        return f"mixture of {', '.join(map(_samples_order, samples.parts))}"
     return "stream" if isinstance(samples, StreamedSamples) else order_name(len(samples))
 
 
-def _fingerprint(samples: object) -> str | None:
+def _samples_fingerprint(samples: object) -> str | None:
     if isinstance(samples, Mixture):
-        parts = [_fingerprint(part) for part in samples.parts]
-        known = [part for part in parts if part]
-        if len(known) < len(parts):
+        parts = [_samples_fingerprint(part) for part in samples.parts]
+        known_fingerprints = [part for part in parts if part]
+        if len(known_fingerprints) < len(parts):
             return None
-        if known[0].startswith(SAMPLES):
-            return " ".join(known)
+        if known_fingerprints[0].startswith(SAMPLES):
+            return " ".join(known_fingerprints)
         return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
     # Of a stream, or of the user's own samples.
     if hasattr(samples, "fingerprint"):
-        own: str | None = samples.fingerprint
-        return own
+        own_fingerprint: str | None = samples.fingerprint
+        return own_fingerprint
     if hasattr(samples, "tokens"):
         tokens = samples.tokens
-        found = hashlib.blake2b(str(len(samples.tokens)).encode(), digest_size=8)
-        for start in np.linspace(0, max(0, len(tokens) - _TOKENS), _PIECES, dtype=np.int64):
+        token_hash = hashlib.blake2b(str(len(samples.tokens)).encode(), digest_size=8)
+        for start in np.linspace(0, max(0, len(tokens) - _TOKENS), _HASHED_PIECES, dtype=np.int64):
             # int64 independent of the stored type: the fingerprint is kept in checkpoints.
-            found.update(
+            token_hash.update(
                 np.ascontiguousarray(tokens[int(start) : int(start) + _TOKENS])
                 .astype(np.int64)
                 .tobytes()
             )
-        return found.hexdigest()
+        return token_hash.hexdigest()
     if hasattr(samples, "some"):
         return hashlib.blake2b(repr(samples.some()).encode(), digest_size=8).hexdigest()
     return None

@@ -16,7 +16,7 @@ import numpy as np
 
 from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.recipe.rules.model_rules import MOST_CLASSES
-from ortlaunch.worker.data.corpus import corpus_name, rows, value
+from ortlaunch.worker.data.corpus import corpus_name, read_rows, required_value
 from ortlaunch.worker.data.reading import DataError, Row
 
 # A number in a cell of CSV.
@@ -33,7 +33,7 @@ class LabelledRow:
     """A row with its labels as integers."""
 
     text: str | list[str]
-    numbers: list[int]
+    label_integers: list[int]
     """Index of each label among the source's labels; for regression, two halves of a float64."""
     share: float
     """Share (0 to 1) of the source that has been read after this row."""
@@ -56,7 +56,7 @@ class SourceSummary:
     names: list[tuple[str, ...]] = field(default_factory=list)
     """Class names of integer labels; the names of several files may differ."""
 
-    def encode(self, label: Any, place: str) -> list[int]:
+    def count_and_encode(self, label: Any, row_location: str) -> list[int]:
         """Return the stored form of a label, and count the label.
 
         Raises:
@@ -66,16 +66,16 @@ class SourceSummary:
         if isinstance(label, float):
             return [*map(int, np.array([label]).view(np.uint32))]
         if isinstance(label, int) and label > self.largest[0]:
-            self.largest = label, place
-            require_class(label, place)
-        number = self.labels.setdefault(label, len(self.labels))
-        if number == len(self.counts):
+            self.largest = label, row_location
+            require_class(label, row_location)
+        label_index = self.labels.setdefault(label, len(self.labels))
+        if label_index == len(self.counts):
             self.counts.append(0)
-        self.counts[number] += 1
-        return [number]
+        self.counts[label_index] += 1
+        return [label_index]
 
 
-def require_class(label: int, place: str) -> None:
+def require_class(label: int, row_location: str) -> None:
     """Refuse a label that is too large for a class.
 
     Raises:
@@ -85,99 +85,108 @@ def require_class(label: int, place: str) -> None:
     # would make it huge.
     if label >= MOST_CLASSES:
         raise DataError(
-            f"{place}: label {label} is too large: classes are integers from 0 to "
+            f"{row_location}: label {label} is too large: classes are integers from 0 to "
             f"{MOST_CLASSES - 1:,}, and the largest label sets the number of classes; use names "
             "or consecutive numbers as labels (is this a column of ids?)"
         )
 
 
-def labelled_rows(source: Corpus, read: Read, found: SourceSummary) -> Iterator[LabelledRow]:
+def labelled_rows(source: Corpus, read_row: Read, summary: SourceSummary) -> Iterator[LabelledRow]:
     """Yield rows in a fixed order, and collect their summary.
 
     Args:
         source: the corpus.
-        read: the reader for the task: `classified`, `scored` or `tagged`.
-        found: the summary to fill; it is complete after the last row.
+        read_row: the reader for the task: `classified`, `scored` or `tagged`.
+        summary: the summary to fill; it is complete after the last row.
 
     Raises:
-        DataError: there are no rows, or `read` refuses one; the message gives file and line.
+        DataError: there are no rows, or `read_row` refuses one; the message gives file and line.
     """
     row = None
-    for row in rows(source):
-        text, labels = read(row, source, next(iter(found.labels), None))
+    for row in read_rows(source):
+        text, labels = read_row(row, source, next(iter(summary.labels), None))
         names = row.names.get(source.label_column)
-        if names and names not in found.names:
-            found.names.append(names)
+        if names and names not in summary.names:
+            summary.names.append(names)
         yield LabelledRow(
-            text, [part for label in labels for part in found.encode(label, row.place)], row.share
+            text,
+            [part for label in labels for part in summary.count_and_encode(label, row.location)],
+            row.share,
         )
     if row is None:
         raise DataError(f"{corpus_name(source)}: has no rows")
 
 
-def classified(row: Row, source: Corpus, first: Any) -> tuple[str, list[Any]]:
+def read_classified_row(row: Row, source: Corpus, first_label: Any) -> tuple[str, list[Any]]:
     """Return a text and its class."""
-    label = value(row, source.label_column)
-    return text_of(row, source), [class_of(row, source.label_column, label, first)]
+    label = required_value(row, source.label_column)
+    return row_text(row, source), [checked_class(row, source.label_column, label, first_label)]
 
 
-def scored(row: Row, source: Corpus, first: Any) -> tuple[str, list[Any]]:
+def read_scored_row(row: Row, source: Corpus, first_label: Any) -> tuple[str, list[Any]]:
     """Return a text and its number, for regression."""
-    label = value(row, source.label_column)
+    label = required_value(row, source.label_column)
     if source.format == "csv" and _NUMBER.fullmatch(label):
         label = float(label)
     # The type is compared, as isinstance accepts a bool as an int.
     if type(label) not in (int, float) or not math.isfinite(label):
         raise DataError(
-            f"{row.place}: {source.label_column} is {label!r:.80}; sequence-regression needs a "
+            f"{row.location}: {source.label_column} is {label!r:.80}; sequence-regression needs a "
             "number"
         )
-    return text_of(row, source), [float(label)]
+    return row_text(row, source), [float(label)]
 
 
-def tagged(row: Row, source: Corpus, first: Any) -> tuple[list[str], list[Any]]:
+def read_tagged_row(row: Row, source: Corpus, first_label: Any) -> tuple[list[str], list[Any]]:
     """Return words and the tag of each word."""
-    words = value(row, source.text_column)
-    tags = value(row, source.label_column)
-    for name, found in ((source.text_column, words), (source.label_column, tags)):
-        if not isinstance(found, list) or not found:
+    word_list = required_value(row, source.text_column)
+    tags = required_value(row, source.label_column)
+    for name, values in ((source.text_column, word_list), (source.label_column, tags)):
+        if not isinstance(values, list) or not values:
             raise DataError(
-                f"{row.place}: {name} is {found!r:.80}; token-classification needs a list with "
+                f"{row.location}: {name} is {values!r:.80}; token-classification needs a list with "
                 "one label per word"
             )
-    if len(words) != len(tags):
+    if len(word_list) != len(tags):
         raise DataError(
-            f"{row.place}: {source.text_column} has {len(words)} words, "
+            f"{row.location}: {source.text_column} has {len(word_list)} words, "
             f"and {source.label_column} {len(tags)} tags"
         )
     # A tokenizer may make no token of a blank word, and its tag would be lost.
-    wrong = next((word for word in words if not isinstance(word, str) or not word.strip()), None)
-    if wrong is not None:
-        raise DataError(f"{row.place}: {source.text_column} has {wrong!r:.80}; it must be a word")
-    return words, [
-        class_of(row, source.label_column, tag, tags[0] if first is None else first) for tag in tags
+    invalid_word = next(
+        (word for word in word_list if not isinstance(word, str) or not word.strip()), None
+    )
+    if invalid_word is not None:
+        raise DataError(
+            f"{row.location}: {source.text_column} has {invalid_word!r:.80}; it must be a word"
+        )
+    return word_list, [
+        checked_class(
+            row, source.label_column, tag, tags[0] if first_label is None else first_label
+        )
+        for tag in tags
     ]
 
 
-def class_of(row: Row, column: str, label: Any, first: Any) -> int | str:
+def checked_class(row: Row, column: str, label: Any, first_label: Any) -> int | str:
     """Return a label after checks; it must have the type of the source's first label."""
     # The type is compared, as isinstance accepts a bool as an int.
     if label == "" or type(label) not in (int, str) or (isinstance(label, int) and label < 0):
         raise DataError(
-            f"{row.place}: {column} is {label!r:.80}; a class is a name, or an integer from 0"
+            f"{row.location}: {column} is {label!r:.80}; a class is a name, or an integer from 0"
         )
-    if first is not None and type(label) is not type(first):
+    if first_label is not None and type(label) is not type(first_label):
         raise DataError(
-            f"{row.place}: {column} is {label!r}, and the first row's is {first!r}; use only "
+            f"{row.location}: {column} is {label!r}, and the first row's is {first_label!r}; use only "
             "names, or only numbers"
         )
-    found: int | str = label
-    return found
+    checked_label: int | str = label
+    return checked_label
 
 
-def text_of(row: Row, source: Corpus) -> str:
+def row_text(row: Row, source: Corpus) -> str:
     """Return the text of a row; raises DataError where it is none."""
-    text = value(row, source.text_column)
+    text = required_value(row, source.text_column)
     if not isinstance(text, str):
-        raise DataError(f"{row.place}: {source.text_column} is {text!r:.80}; it must be text")
+        raise DataError(f"{row.location}: {source.text_column} is {text!r:.80}; it must be text")
     return text

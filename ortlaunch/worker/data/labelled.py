@@ -23,25 +23,25 @@ from numpy.typing import NDArray
 
 from ortlaunch.cache import add_cache_note
 from ortlaunch.recipe.fields.data import Corpus
-from ortlaunch.worker.data.corpus import fingerprint
+from ortlaunch.worker.data.corpus import corpus_fingerprint
 from ortlaunch.worker.data.label_rows import (
     LabelledRow,
     SourceSummary,
-    classified,
     labelled_rows,
-    scored,
-    tagged,
+    read_classified_row,
+    read_scored_row,
+    read_tagged_row,
 )
 from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data.samples import IGNORED, Sample, Samples
 from ortlaunch.worker.data.token_cache import (
     Documents,
     ShowProgress,
-    Work,
+    TokenizeWork,
+    ignore_progress,
+    load_or_write_tokens,
     plain_backend,
-    silent,
-    stored,
-    vocabulary_of,
+    tokenizer_fingerprint,
 )
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ _SHOWN = 6
 _WHOLE = re.compile(r"-?[0-9]{1,18}")
 _DEFAULT_NAME = re.compile(r"LABEL_[0-9]+")
 # Rows that identify a data set; up to twice as many are used.
-_SOME = 4096
+_IDENTITY_ROWS = 4096
 _Ints = NDArray[np.uint32]
 
 
@@ -61,7 +61,7 @@ class LabelledTexts:
     """Samples of texts with a class each, cut or padded to one length."""
 
     task = "sequence-classification"
-    read: ClassVar[staticmethod[..., tuple[Any, list[Any]]]] = staticmethod(classified)
+    read: ClassVar[staticmethod[..., tuple[Any, list[Any]]]] = staticmethod(read_classified_row)
     behind = 1
     """Count of integers after the tokens of a row."""
 
@@ -70,7 +70,7 @@ class LabelledTexts:
         source: str | Corpus,
         tokenizer: PreTrainedTokenizerBase,
         length: int,
-        show_progress: ShowProgress = silent,
+        show_progress: ShowProgress = ignore_progress,
     ) -> None:
         assert isinstance(source, Corpus)
         if tokenizer.pad_token is None:
@@ -84,53 +84,57 @@ class LabelledTexts:
         self._on_the_left = tokenizer.padding_side == "left"
         self._with_mask = "attention_mask" in tokenizer.model_input_names
         # The 2 is the version of this format.
-        self._key = f"{self.task} 2 {fingerprint(source)} {source.label_column}"
-        key = f"{self._key} {length} {_decides(tokenizer)}"
-        self._documents = stored(Work(key, self._items, self._encoder(tokenizer)), show_progress)
-        of_all = json.loads(_text_of(self._documents, len(self)))
-        # Each label once; labels that are names stay so until `number_labels`.
-        self.labels: list[Any] = of_all["labels"]
+        self._key = f"{self.task} 2 {corpus_fingerprint(source)} {source.label_column}"
+        key = f"{self._key} {length} {_tokenizer_state(tokenizer)}"
+        self._documents = load_or_write_tokens(
+            TokenizeWork(key, self._rows_and_summary, self._row_encoder(tokenizer)), show_progress
+        )
+        summary = json.loads(_document_bytes(self._documents, len(self)))
+        # Each label once; labels that are names stay so until `replace_labels_by_numbers`.
+        self.labels: list[Any] = summary["labels"]
         # Rows, or words, of each label.
-        self.counts: list[int] = of_all["counts"]
+        self.counts: list[int] = summary["counts"]
         # The largest integer label, and its location.
-        self.largest: tuple[int, str] = tuple(of_all["largest"])
+        self.largest: tuple[int, str] = tuple(summary["largest"])
         # Class names of integer labels.
-        self.names = [tuple(names) for names in of_all["names"]]
+        self.names = [tuple(names) for names in summary["names"]]
 
     def __len__(self) -> int:
         # The last document is the summary.
         return len(self._documents.ends) - 1
 
-    def _items(self) -> Iterator[tuple[LabelledRow | str, float]]:
+    def _rows_and_summary(self) -> Iterator[tuple[LabelledRow | str, float]]:
         """Yield the rows, and at the end the summary of all rows as JSON."""
-        found = SourceSummary()
-        for row in labelled_rows(self.source, self.read, found):
+        summary = SourceSummary()
+        for row in labelled_rows(self.source, self.read, summary):
             yield row, row.share
-        yield json.dumps({**vars(found), "labels": [*found.labels]}), 1.0
+        yield json.dumps({**vars(summary), "labels": [*summary.labels]}), 1.0
 
-    def _encoder(
+    def _row_encoder(
         self, tokenizer: PreTrainedTokenizerBase
     ) -> Callable[[list[Any]], Iterator[Sequence[int]]]:
         """Return the function that makes documents of rows."""
         # A call with truncation changes a fast tokenizer's saved settings, so that a copy is used.
-        own = functools.cache(lambda: copy.deepcopy(tokenizer) if tokenizer.is_fast else tokenizer)
+        own_tokenizer = functools.cache(
+            lambda: copy.deepcopy(tokenizer) if tokenizer.is_fast else tokenizer
+        )
 
         def encode(items: list[Any]) -> Iterator[Sequence[int]]:
             rows = [item for item in items if isinstance(item, LabelledRow)]
             if rows:
-                yield from self._encoded(own(), rows)
+                yield from self._encode_rows(own_tokenizer(), rows)
             # The summary comes after all rows; one token for each of its bytes.
             yield from (item.encode() for item in items[len(rows) :])
 
         return encode
 
-    def _encoded(
+    def _encode_rows(
         self, tokenizer: PreTrainedTokenizerBase, rows: list[LabelledRow]
     ) -> Iterator[Sequence[int]]:
-        found = self._called(tokenizer, rows)["input_ids"]
-        return ([*ids, *row.numbers] for ids, row in zip(found, rows))
+        token_ids = self._tokenize_rows(tokenizer, rows)["input_ids"]
+        return ([*ids, *row.label_integers] for ids, row in zip(token_ids, rows))
 
-    def _called(
+    def _tokenize_rows(
         self, tokenizer: PreTrainedTokenizerBase, rows: list[LabelledRow], **options: Any
     ) -> Any:
         """Return the tokenizer's output for texts, cut but not padded."""
@@ -146,9 +150,9 @@ class LabelledTexts:
         """Return each label that a row has, once."""
         return self.labels
 
-    def renumber(self, numbers: Mapping[Any, int]) -> None:
+    def renumber_labels(self, class_numbers: Mapping[Any, int]) -> None:
         """Replace labels by these class numbers."""
-        self.labels = [numbers[label] for label in self.labels]
+        self.labels = [class_numbers[label] for label in self.labels]
 
     @property
     def classes(self) -> int:
@@ -156,67 +160,72 @@ class LabelledTexts:
         return int(max(self.labels)) + 1
 
     def sample(self, index: int, epoch: int) -> Sample:
-        document = _document(self._documents, index)
+        document = _document_tokens(self._documents, index)
         size = self.size(index)
         ids = document[:size]
-        behind = document[size:]
-        found = {"input_ids": self._padded(ids, self._pad)}
+        stored_labels = document[size:]
+        tensors = {"input_ids": self._pad_values(ids, self._pad)}
         if self._with_mask:
-            found["attention_mask"] = self._padded(np.ones_like(ids), 0)
-        return {**found, "labels": self._labels_of(behind)}
+            tensors["attention_mask"] = self._pad_values(np.ones_like(ids), 0)
+        return {**tensors, "labels": self._label_tensor(stored_labels)}
 
     def size(self, index: int) -> int:
         """Return the number of tokens of a sample before padding."""
-        first, after = _place(self._documents, index)
-        return after - first - self.behind
+        start, stop = _document_range(self._documents, index)
+        return stop - start - self.behind
 
-    def _labels_of(self, behind: _Ints) -> torch.Tensor:
+    def _label_tensor(self, stored_labels: _Ints) -> torch.Tensor:
         """Return the labels as the model expects them, from a row's stored integers."""
-        return torch.tensor(self._label(behind.tolist()))
+        return torch.tensor(self._row_label(stored_labels.tolist()))
 
-    def _label(self, numbers: list[int]) -> Any:
+    def _row_label(self, stored_numbers: list[int]) -> Any:
         """Return the label of a row, with names as class numbers."""
-        return self.labels[numbers[0]]
+        return self.labels[stored_numbers[0]]
 
-    def _padded(self, values: _Ints, fill: int) -> torch.Tensor:
+    def _pad_values(self, values: _Ints, fill_value: int) -> torch.Tensor:
         """Return values padded to (length,), on the tokenizer's padding side."""
-        found: _Ints = np.full(self.length, fill, np.int64)
+        padded: _Ints = np.full(self.length, fill_value, np.int64)
         count = len(values)
-        found[slice(self.length - count, None) if self._on_the_left else slice(count)] = values
-        return torch.from_numpy(found)
+        padded[slice(self.length - count, None) if self._on_the_left else slice(count)] = values
+        return torch.from_numpy(padded)
 
     def some(self) -> list[tuple[Any, Any]]:
         """Return some texts, evenly spread, with their labels.
 
         The first call reads the rows once more; later calls read the cache.
         """
-        step = max(1, len(self) // _SOME)
+        row_step = max(1, len(self) // _IDENTITY_ROWS)
 
         def items() -> Iterator[tuple[str, float]]:
-            chosen = itertools.islice(
-                labelled_rows(self.source, self.read, SourceSummary()), 0, None, step
+            chosen_rows = itertools.islice(
+                labelled_rows(self.source, self.read, SourceSummary()), 0, None, row_step
             )
-            return ((json.dumps([row.text, row.numbers]), row.share) for row in chosen)
+            return ((json.dumps([row.text, row.label_integers]), row.share) for row in chosen_rows)
 
-        found = stored(
-            Work(f"some {step} {self._key}", items, lambda texts: map(str.encode, texts)),
+        stored_documents = load_or_write_tokens(
+            TokenizeWork(
+                f"some {row_step} {self._key}", items, lambda texts: map(str.encode, texts)
+            ),
             self._show_progress,
         )
-        pairs = (json.loads(_text_of(found, number)) for number in range(len(found.ends)))
-        return [(text, self._label(numbers)) for text, numbers in pairs]
+        pairs = (
+            json.loads(_document_bytes(stored_documents, row_index))
+            for row_index in range(len(stored_documents.ends))
+        )
+        return [(text, self._row_label(stored_numbers)) for text, stored_numbers in pairs]
 
 
 class ScoredTexts(LabelledTexts):
     """Samples of texts with a number each, for regression."""
 
     task = "sequence-regression"
-    read = staticmethod(scored)
+    read = staticmethod(read_scored_row)
     behind = 2
     classes = 0
 
-    def _label(self, numbers: list[int]) -> Any:
+    def _row_label(self, stored_numbers: list[int]) -> Any:
         # Two uint32 are the halves of a float64; see `SourceSummary.number`.
-        return np.array(numbers, np.uint32).view(np.float64).item()
+        return np.array(stored_numbers, np.uint32).view(np.float64).item()
 
 
 class TaggedWords(LabelledTexts):
@@ -226,7 +235,7 @@ class TaggedWords(LabelledTexts):
     """
 
     task = "token-classification"
-    read = staticmethod(tagged)
+    read = staticmethod(read_tagged_row)
     varies = True
 
     def __init__(
@@ -234,7 +243,7 @@ class TaggedWords(LabelledTexts):
         source: str | Corpus,
         tokenizer: PreTrainedTokenizerBase,
         length: int,
-        show_progress: ShowProgress = silent,
+        show_progress: ShowProgress = ignore_progress,
     ) -> None:
         if not tokenizer.is_fast:
             raise DataError(
@@ -242,7 +251,7 @@ class TaggedWords(LabelledTexts):
             )
         super().__init__(source, tokenizer, length, show_progress)
 
-    def _encoded(
+    def _encode_rows(
         self, tokenizer: PreTrainedTokenizerBase, rows: list[LabelledRow]
     ) -> Iterator[Sequence[int]]:
         """Yield token ids, followed by an integer for each of them.
@@ -250,75 +259,84 @@ class TaggedWords(LabelledTexts):
         The integer is 1 + the index of the tag for the first token of a word, and 0 for others.
         """
         try:
-            found = self._called(tokenizer, rows, is_split_into_words=True)
+            encoding = self._tokenize_rows(tokenizer, rows, is_split_into_words=True)
         # For example byte-level tokenizers without add_prefix_space.
         except (AssertionError, ValueError) as error:
             raise DataError(
                 f"data.tokenizer: does not accept lists of words: {' '.join(str(error).split())}"
             ) from None
-        for number, row in enumerate(rows):
-            words = found.word_ids(number)
+        for row_index, row in enumerate(rows):
+            word_indices = encoding.word_ids(row_index)
             begins = (
-                word is not None and word != before for before, word in zip([None, *words], words)
+                word is not None and word != previous_word
+                for previous_word, word in zip([None, *word_indices], word_indices)
             )
-            tags = (row.numbers[word] + 1 if first else 0 for first, word in zip(begins, words))
-            yield [*found["input_ids"][number], *tags]
+            tags = (
+                row.label_integers[word] + 1 if is_first else 0
+                for is_first, word in zip(begins, word_indices)
+            )
+            yield [*encoding["input_ids"][row_index], *tags]
 
     def size(self, index: int) -> int:
-        first, after = _place(self._documents, index)
-        return (after - first) // 2
+        start, stop = _document_range(self._documents, index)
+        return (stop - start) // 2
 
-    def _labels_of(self, behind: _Ints) -> torch.Tensor:
-        tags = [self.labels[number - 1] if number else IGNORED for number in behind.tolist()]
-        return self._padded(np.array(tags, np.int64), IGNORED)
+    def _label_tensor(self, stored_labels: _Ints) -> torch.Tensor:
+        tags = [
+            self.labels[label_number - 1] if label_number else IGNORED
+            for label_number in stored_labels.tolist()
+        ]
+        return self._pad_values(np.array(tags, np.int64), IGNORED)
 
-    def _label(self, numbers: list[int]) -> Any:
-        return [self.labels[number] for number in numbers]
+    def _row_label(self, stored_numbers: list[int]) -> Any:
+        return [self.labels[label_number] for label_number in stored_numbers]
 
 
-def _decides(tokenizer: PreTrainedTokenizerBase) -> str:
+def _tokenizer_state(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return everything that determines the tokens of a text, except the length it is cut to."""
     if tokenizer.is_fast:
         # The tokenizer's own state also has the truncation and padding of its last call.
-        known = plain_backend(tokenizer).to_str()
+        state_text = plain_backend(tokenizer).to_str()
     else:
-        given = json.dumps(
-            tokenizer.init_kwargs, sort_keys=True, default=lambda each: type(each).__name__
+        settings_text = json.dumps(
+            tokenizer.init_kwargs, sort_keys=True, default=lambda value: type(value).__name__
         )
-        known = (
-            f"{given} {tokenizer.special_tokens_map} {tokenizer.added_tokens_decoder} "
-            f"{vocabulary_of(tokenizer)}"
+        state_text = (
+            f"{settings_text} {tokenizer.special_tokens_map} {tokenizer.added_tokens_decoder} "
+            f"{tokenizer_fingerprint(tokenizer)}"
         )
     special = getattr(tokenizer, "split_special_tokens", False)
-    return f"{type(tokenizer).__name__} {tokenizer.truncation_side} {special} {known}"
+    return f"{type(tokenizer).__name__} {tokenizer.truncation_side} {special} {state_text}"
 
 
-def _place(documents: Documents, index: int) -> tuple[int, int]:
+def _document_range(documents: Documents, index: int) -> tuple[int, int]:
     """Return the range [first, after) of a document's tokens."""
     return int(documents.ends[index - 1]) if index else 0, int(documents.ends[index])
 
 
-def _document(documents: Documents, index: int) -> _Ints:
-    return documents.tokens[slice(*_place(documents, index))]
+def _document_tokens(documents: Documents, index: int) -> _Ints:
+    return documents.tokens[slice(*_document_range(documents, index))]
 
 
-def _text_of(documents: Documents, index: int) -> bytes:
+def _document_bytes(documents: Documents, index: int) -> bytes:
     """Return a document that is JSON, stored as one byte in each token."""
-    return _document(documents, index).astype(np.uint8).tobytes()
+    return _document_tokens(documents, index).astype(np.uint8).tobytes()
 
 
-OF_ROWS = {"class": LabelledTexts, "number": ScoredTexts, "word": TaggedWords}
+SAMPLES_BY_LABEL = {"class": LabelledTexts, "number": ScoredTexts, "word": TaggedWords}
 
 
-def number_labels(
-    train: Samples, evaluation: Samples | None, known: Mapping[str, int] = MappingProxyType({})
+def replace_labels_by_numbers(
+    train: Samples,
+    evaluation: Samples | None,
+    model_numbers: Mapping[str, int] = MappingProxyType({}),
 ) -> list[str]:
     """Replace label names by class numbers in all samples.
 
     Args:
         train: training samples.
         evaluation: evaluation samples.
-        known: class numbers that the model has for label names already. They are used if they
+        model_numbers: class numbers that the model has for label names already. They are used if they
             include all labels; otherwise labels are numbered by their value if all are whole
             numbers, else in alphabetical order.
 
@@ -329,39 +347,43 @@ def number_labels(
         DataError: some sources have names and others integers, there is a single name, or a name of
             the evaluation samples is in no training row.
     """
-    parts = _labelled(train)
+    parts = _labelled_parts(train)
     # A part of the training samples is numbered with them.
-    held_out = [part for part in _labelled(evaluation) if part not in parts]
-    are_words = _are_words(*parts, *held_out)
-    word_of = _word_of_each_label([*parts, *held_out], [])
+    held_out = [part for part in _labelled_parts(evaluation) if part not in parts]
+    are_words = _are_labels_names(*parts, *held_out)
+    word_by_label = _word_by_label([*parts, *held_out], [])
     # Integers that a data set gives names are class numbers.
     are_names = are_words or not class_names(train, evaluation)
-    if word_of and are_names and known.keys() >= {*word_of.values()}:
+    if word_by_label and are_names and model_numbers.keys() >= {*word_by_label.values()}:
         for part in (*parts, *held_out):
-            part.renumber({label: known[word] for label, word in word_of.items()})
-        return sorted(known, key=known.__getitem__)
+            part.renumber_labels(
+                {label: model_numbers[word] for label, word in word_by_label.items()}
+            )
+        return sorted(model_numbers, key=model_numbers.__getitem__)
     if not are_words:
         return []
-    words = sorted({word for part in parts for word in part.all_labels()})
-    if all(map(_WHOLE.fullmatch, words)):
-        words.sort(key=int)
-    if len(words) == 1:
+    label_words = sorted({word for part in parts for word in part.all_labels()})
+    if all(map(_WHOLE.fullmatch, label_words)):
+        label_words.sort(key=int)
+    if len(label_words) == 1:
         raise DataError(
-            f"data.train: every label is {words[0]!r}, so there is nothing to distinguish"
+            f"data.train: every label is {label_words[0]!r}, so there is nothing to distinguish"
         )
-    unknown = sorted({word for part in held_out for word in part.all_labels()} - set(words))
+    unknown = sorted({word for part in held_out for word in part.all_labels()} - set(label_words))
     if unknown:
         raise DataError(
             f"data.evaluation: label {unknown[0]!r} is in no row of data.train, "
-            f"whose labels are {', '.join(words[:_SHOWN])}{_more(len(words))}"
+            f"whose labels are {', '.join(label_words[:_SHOWN])}{_more_text(len(label_words))}"
         )
-    numbers = {word: number for number, word in enumerate(words)}
+    number_by_word = {word: class_number for class_number, word in enumerate(label_words)}
     for part in (*parts, *held_out):
-        part.renumber(numbers)
-    return words
+        part.renumber_labels(number_by_word)
+    return label_words
 
 
-def number_as_trained(samples: Samples, known: Mapping[str, int], classes: int) -> None:
+def renumber_by_trained_classes(
+    samples: Samples, trained_numbers: Mapping[str, int], class_count: int
+) -> None:
     """Replace labels by the class numbers of a trained model; some classes may not appear.
 
     A label is the name of a class, as a word or as a whole number. Whole numbers none of which is
@@ -369,82 +391,92 @@ def number_as_trained(samples: Samples, known: Mapping[str, int], classes: int) 
 
     Args:
         samples: the samples.
-        known: class name to class number; empty if classes have no names.
-        classes: number of classes; 0: unknown.
+        trained_numbers: class name to class number; empty if classes have no names.
+        class_count: number of classes; 0: unknown.
 
     Raises:
         DataError: the model has no such class.
     """
-    parts = _labelled(samples)
+    parts = _labelled_parts(samples)
     names = class_names(samples, None)
-    word_of = _word_of_each_label(parts, names)
-    numbers = {label: known[word] for label, word in word_of.items() if word in known}
-    are_named = not all(map(_DEFAULT_NAME.fullmatch, known))
-    are_numbers = not (names or any(isinstance(label, str) for label in word_of))
-    if not numbers and (
-        are_numbers if are_named else all(_WHOLE.fullmatch(str(label)) for label in word_of)
+    word_by_label = _word_by_label(parts, names)
+    number_by_label = {
+        label: trained_numbers[word]
+        for label, word in word_by_label.items()
+        if word in trained_numbers
+    }
+    are_named = not all(map(_DEFAULT_NAME.fullmatch, trained_numbers))
+    are_numbers = not (names or any(isinstance(label, str) for label in word_by_label))
+    if not number_by_label and (
+        are_numbers if are_named else all(_WHOLE.fullmatch(str(label)) for label in word_by_label)
     ):
-        numbers = {label: int(label) for label in word_of if not classes or int(label) < classes}
-        if are_named and numbers:
+        number_by_label = {
+            label: int(label)
+            for label in word_by_label
+            if not class_count or int(label) < class_count
+        }
+        if are_named and number_by_label:
             add_cache_note(f"data: labels are whole numbers and no class names; they are read as class numbers: "
-                 f"0 is {min(known, key=known.__getitem__)!r}")  # fmt: skip
-    if unknown := [label for label in word_of if label not in numbers]:
+                 f"0 is {min(trained_numbers, key=trained_numbers.__getitem__)!r}")  # fmt: skip
+    if unknown := [label for label in word_by_label if label not in number_by_label]:
         locations = dict(part.largest for part in parts)
-        label = max(unknown, key=lambda each: each in locations)
-        limit = f" from 0 to {classes - 1:,}" if classes else ""
-        shown = ", ".join(known) if are_named else f"it has only numbers{limit}"
-        where = locations.get(label, "data")
-        raise DataError(f"{where}: label {label!r} is none of the model's: {shown}")
+        label = max(unknown, key=lambda candidate: candidate in locations)
+        limit = f" from 0 to {class_count - 1:,}" if class_count else ""
+        shown = ", ".join(trained_numbers) if are_named else f"it has only numbers{limit}"
+        location = locations.get(label, "data")
+        raise DataError(f"{location}: label {label!r} is none of the model's: {shown}")
     for part in parts:
-        part.renumber(numbers)
+        part.renumber_labels(number_by_label)
 
 
-def _word_of_each_label(parts: Sequence[LabelledTexts], names: Sequence[str]) -> dict[Any, str]:
+def _word_by_label(parts: Sequence[LabelledTexts], name_by_number: Sequence[str]) -> dict[Any, str]:
     """Return the word of each label; names: class names of integer labels, or []."""
     labels = {label: None for part in parts for label in part.all_labels()}
-    words = dict(enumerate(names))
-    return {label: words.get(label, str(label)) for label in labels}
+    word_by_number = dict(enumerate(name_by_number))
+    return {label: word_by_number.get(label, str(label)) for label in labels}
 
 
-def _labelled(samples: Samples | None) -> list[LabelledTexts]:
+def _labelled_parts(samples: Samples | None) -> list[LabelledTexts]:
     """Return the samples with labels: the parts of a mixture, or the samples themselves."""
     parts = [getattr(part, "whole", part) for part in getattr(samples, "parts", [samples])]
     return [part for part in parts if isinstance(part, LabelledTexts)]
 
 
-def _are_words(*parts: LabelledTexts) -> bool:
+def _are_labels_names(*parts: LabelledTexts) -> bool:
     """Return whether all labels are names; raises DataError where sources differ."""
-    kinds = {type(label) for part in parts for label in part.all_labels()}
-    if len(kinds) > 1:
+    label_types = {type(label) for part in parts for label in part.all_labels()}
+    if len(label_types) > 1:
         raise DataError(
             "data: labels are names in one source and numbers in another; use only names, or "
             "only numbers"
         )
-    return kinds == {str}
+    return label_types == {str}
 
 
-def class_lines(train: Samples, names: Sequence[str], classes: int) -> Iterator[str]:
+def class_lines(train: Samples, names_of_classes: Sequence[str], class_count: int) -> Iterator[str]:
     """Yield lines for the user: the classes, and those with too few training rows to learn.
 
     Args:
         train: training samples; without classes nothing is yielded.
-        names: class names by number; [] if classes have no names.
-        classes: number of classes of the model.
+        names_of_classes: class names by number; [] if classes have no names.
+        class_count: number of classes of the model.
     """
-    parts = [part for part in _labelled(train) if not isinstance(part, ScoredTexts)]
+    parts = [part for part in _labelled_parts(train) if not isinstance(part, ScoredTexts)]
     if not parts:
         return
     counts = Counter[Any]()
     for part in parts:
         counts.update(dict(zip(part.labels, part.counts)))
     unit = "word" if isinstance(parts[0], TaggedWords) else "row"
-    total = max(classes, len(names))
+    total = max(class_count, len(names_of_classes))
     yield f"classes: {total:,}" + (
-        f" ({', '.join(names[:_SHOWN])}{_more(len(names))})" if names else ""
+        f" ({', '.join(names_of_classes[:_SHOWN])}{_more_text(len(names_of_classes))})"
+        if names_of_classes
+        else ""
     )
-    absent = (number for number in range(total) if number not in counts)
-    single = [number for number, count in counts.items() if count == 1]
-    for found, size, words in (
+    absent = (class_number for class_number in range(total) if class_number not in counts)
+    single = [class_number for class_number, count in counts.items() if count == 1]
+    for class_numbers, size, phrase in (
         (
             list(itertools.islice(absent, _SHOWN)),
             total - len(counts),
@@ -452,12 +484,15 @@ def class_lines(train: Samples, names: Sequence[str], classes: int) -> Iterator[
         ),
         (sorted(single)[:_SHOWN], len(single), f"a single training {unit} has class"),
     ):
-        if found:
-            shown = ", ".join(names[number] if names else str(number) for number in found)
-            yield f"classes: {words} {shown}{_more(size)}; check data.train's labels"
+        if class_numbers:
+            shown = ", ".join(
+                names_of_classes[class_number] if names_of_classes else str(class_number)
+                for class_number in class_numbers
+            )
+            yield f"classes: {phrase} {shown}{_more_text(size)}; check data.train's labels"
 
 
-def _more(size: int) -> str:
+def _more_text(size: int) -> str:
     return f" and {size - _SHOWN:,} more" if size > _SHOWN else ""
 
 
@@ -469,14 +504,14 @@ def class_names(train: Samples, evaluation: Samples | None) -> list[str]:
     """
     parts = [
         part
-        for part in (*_labelled(train), *_labelled(evaluation))
+        for part in (*_labelled_parts(train), *_labelled_parts(evaluation))
         if not isinstance(part, ScoredTexts)
     ]
-    found = list(dict.fromkeys(names for part in parts for names in part.names))
-    if len(found) > 1:
-        one, other = (", ".join(names) for names in found[:2])
+    distinct_names = list(dict.fromkeys(names for part in parts for names in part.names))
+    if len(distinct_names) > 1:
+        first_names, second_names = (", ".join(names) for names in distinct_names[:2])
         raise DataError(
-            f"data: the numbers of labels mean {one} in one source and {other} in another; use "
+            f"data: the numbers of labels mean {first_names} in one source and {second_names} in another; use "
             "names as labels"
         )
-    return list(found[0]) if found else []
+    return list(distinct_names[0]) if distinct_names else []

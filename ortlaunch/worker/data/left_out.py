@@ -14,15 +14,16 @@ from ortlaunch.run_folder.lines import read_json_lines
 from ortlaunch.run_folder.records import BadStep
 
 
-def recorded(run: RunDir) -> Iterator[BadStep]:
+def recorded_bad_steps(run: RunDir) -> Iterator[BadStep]:
     """Yield the recorded bad steps of all starts so far. An incomplete last line is ignored.
 
     Raises:
         DamagedFile: a complete line cannot be read, so it is unknown which samples it skips.
     """
-    known = [each.name for each in fields(BadStep)]
+    field_names = [record_field.name for record_field in fields(BadStep)]
     lines = read_json_lines(
-        run.bad_steps, *(each.name for each in fields(BadStep) if each.default is MISSING)
+        run.bad_steps,
+        *(record_field.name for record_field in fields(BadStep) if record_field.default is MISSING),
     )
     if lines.unreadable:
         raise DamagedFile(
@@ -31,50 +32,58 @@ def recorded(run: RunDir) -> Iterator[BadStep]:
         )
     yield from (
         # Fields of later versions are ignored.
-        BadStep(**{name: line[name] for name in known if name in line})
+        BadStep(**{name: line[name] for name in field_names if name in line})
         for line in lines.values
     )
 
 
-def samples_trained_on(run: RunDir, places: int) -> int:
-    """Return how many of the first `places` places were not skipped."""
-    left = LeftOut()
-    for line in recorded(run):
+def samples_trained_on(run: RunDir, position_count: int) -> int:
+    """Return how many of the first `position_count` places were not skipped."""
+    skipped = SkippedPositions()
+    for line in recorded_bad_steps(run):
         if line.action == "rollback" and line.places:
-            left.add(*line.places)
-    return places - left.before(places)
+            skipped.skip_range(*line.places)
+    return position_count - skipped.skipped_before(position_count)
 
 
-class LeftOut:
+class SkippedPositions:
     """The set of skipped places; places count from 0 and go on from epoch to epoch."""
 
     def __init__(self) -> None:
         # Ranges [first, after), ascending; no two of them touch.
         self._stretches: list[tuple[int, int]] = []
 
-    def add(self, first: int, after: int) -> None:
+    def skip_range(self, start: int, stop: int) -> None:
         """Skip the places [first, after)."""
-        apart = [each for each in self._stretches if each[1] < first or each[0] > after]
-        joined = [each for each in self._stretches if each not in apart]
+        separate_ranges = [
+            skipped_range
+            for skipped_range in self._stretches
+            if skipped_range[1] < start or skipped_range[0] > stop
+        ]
+        touching_ranges = [
+            skipped_range
+            for skipped_range in self._stretches
+            if skipped_range not in separate_ranges
+        ]
         # Ranges that overlap or touch the new one are merged with it.
-        whole = (
-            min([first, *(each[0] for each in joined)]),
-            max([after, *(each[1] for each in joined)]),
+        merged_range = (
+            min([start, *(skipped_range[0] for skipped_range in touching_ranges)]),
+            max([stop, *(skipped_range[1] for skipped_range in touching_ranges)]),
         )
-        self._stretches = sorted([*apart, whole])
+        self._stretches = sorted([*separate_ranges, merged_range])
 
-    def before(self, place: int) -> int:
+    def skipped_before(self, position: int) -> int:
         """Return how many places before this one are skipped."""
-        return sum(max(0, min(after, place) - first) for first, after in self._stretches)
+        return sum(max(0, min(stop, position) - start) for start, stop in self._stretches)
 
-    def place(self, begin: int, number: int) -> int:
-        """Return the place of sample `number`.
+    def position_of_sample(self, first_position: int, sample_number: int) -> int:
+        """Return the place of sample `sample_number`.
 
-        Samples that are not skipped count from 0, beginning at place `begin`.
+        Samples that are not skipped count from 0, beginning at place `first_position`.
         """
-        place = begin + number
+        position = first_position + sample_number
         # Ascending order matters: each skipped range moves the place, perhaps into the next range.
-        for first, after in self._stretches:
-            if after > begin and place >= max(first, begin):
-                place += after - max(first, begin)
-        return place
+        for start, stop in self._stretches:
+            if stop > first_position and position >= max(start, first_position):
+                position += stop - max(start, first_position)
+        return position

@@ -26,29 +26,29 @@ _Bools = NDArray[np.bool_]
 _NEVER = 2.0
 
 
-Places = Sequence[tuple[int, int]]
+IndexEpochPairs = Sequence[tuple[int, int]]
 
 
-def draws(seed: int, places: Places, count: int) -> _Floats:
+def sample_draws(seed: int, index_epoch_pairs: IndexEpochPairs, values_per_sample: int) -> _Floats:
     """Return the random values of samples, float64 in [0, 1).
 
     Args:
         seed: seed of the data set.
-        places: (index, epoch) of each sample.
-        count: values of each sample.
+        index_epoch_pairs: (index, epoch) of each sample.
+        values_per_sample: values of each sample.
 
     Returns:
         (samples, count); a row depends on seed, index and epoch alone.
     """
-    found: _Floats = np.empty((len(places), count))
-    for row, (index, epoch) in zip(found, places):
+    random_values: _Floats = np.empty((len(index_epoch_pairs), values_per_sample))
+    for row, (index, epoch) in zip(random_values, index_epoch_pairs):
         # Philox encrypts a counter with a key: another key gives another stream (Salmon et al.
         # 2011). The key is made of these integers directly, as NumPy's hash of them takes four
         # times as long. The stub of Philox does not have ISeedSequence.
         np.random.Generator(
             np.random.Philox(_SampleSeed(seed, epoch, index))  # type: ignore[arg-type]
         ).random(out=row)
-    return found
+    return random_values
 
 
 class _SampleSeed(ISeedSequence):
@@ -76,20 +76,22 @@ class Masking:
                 f"data.tokenizer has no {', '.join(missing)}, which masked language models "
                 "need; train a wordpiece tokenizer"
             )
-        self.words = len(tokenizer)
+        self.vocabulary_size = len(tokenizer)
         self.settings = settings
         self.cls = tokenizer.cls_token_id
         self.sep = tokenizer.sep_token_id
         self.mask_id = tokenizer.mask_token_id
-        self.goes_on = _pieces(tokenizer) if settings.whole_words else None
+        self.is_continuation = _continuation_tokens(tokenizer) if settings.whole_words else None
 
-    def predictions(self, tokens: int) -> int:
-        """Return the number of predictions in a sequence of `tokens`, [CLS] and [SEP] included."""
+    def prediction_count(self, token_count: int) -> int:
+        """Return the number of predictions in a sequence of `token_count`, [CLS] and [SEP] included."""
         # As in BERT's create_pretraining_data.py.
-        wanted = max(1, round(tokens * self.settings.probability))
-        return min(wanted, self.settings.max_predictions or wanted)
+        requested_count = max(1, round(token_count * self.settings.probability))
+        return min(requested_count, self.settings.max_predictions or requested_count)
 
-    def mask(self, ids: _Ints, labels: _Ints, sizes: Sequence[int], random: _Floats) -> None:
+    def mask_in_place(
+        self, ids: _Ints, labels: _Ints, token_counts: Sequence[int], random_values: _Floats
+    ) -> None:
         """Choose tokens to predict, and write their labels and replacements.
 
         80 % of them become [MASK], 10 % a random token, and 10 % stay.
@@ -97,86 +99,90 @@ class Masking:
         Args:
             ids: (samples, length) int64, changed in place.
             labels: (samples, length) int64, changed in place.
-            sizes: tokens of each sample before padding.
-            random: (samples, 2 * length), from `draws`: the order of choice, then the replacements.
+            token_counts: tokens of each sample before padding.
+            random_values: (samples, 2 * length), from `draws`: the order of choice, then the replacements.
         """
         length = ids.shape[1]
-        turns = random[:, :length].copy()
+        turns = random_values[:, :length].copy()
         turns[
-            (ids == self.cls) | (ids == self.sep) | (np.arange(length) >= np.array(sizes)[:, None])
+            (ids == self.cls)
+            | (ids == self.sep)
+            | (np.arange(length) >= np.array(token_counts)[:, None])
         ] = _NEVER
-        counts = [self.predictions(size) for size in sizes]
-        chosen = (
-            _lowest(turns, counts)
-            if self.goes_on is None
-            else self._whole_words(ids, turns, counts)
+        counts = [self.prediction_count(size) for size in token_counts]
+        chosen_tokens = (
+            _choose_lowest_turns(turns, counts)
+            if self.is_continuation is None
+            else self._choose_whole_words(ids, turns, counts)
         )
-        rows, places = chosen.nonzero()
-        words = ids[rows, places]
-        labels[rows, places] = words
-        fate = random[rows, length + places]
+        rows, places = chosen_tokens.nonzero()
+        original_ids = ids[rows, places]
+        labels[rows, places] = original_ids
+        fate = random_values[rows, length + places]
         # From 0.9 on, the rest of the random value is spread over the vocabulary, rounded down.
-        others = ((fate - 0.9) * (10 * self.words)).astype(np.int64)
-        ids[rows, places] = np.where(fate < 0.8, self.mask_id, np.where(fate < 0.9, words, others))
+        random_ids = ((fate - 0.9) * (10 * self.vocabulary_size)).astype(np.int64)
+        ids[rows, places] = np.where(
+            fate < 0.8, self.mask_id, np.where(fate < 0.9, original_ids, random_ids)
+        )
 
-    def _whole_words(self, ids: _Ints, turns: _Floats, counts: list[int]) -> _Bools:
+    def _choose_whole_words(self, ids: _Ints, turns: _Floats, counts: list[int]) -> _Bools:
         """Choose whole words in the order of their first tokens' turns, within the counts."""
-        assert self.goes_on is not None
-        chosen: _Bools = np.zeros(ids.shape, dtype=bool)
-        for row, mine, turn, count in zip(chosen, ids, turns, counts):
+        assert self.is_continuation is not None
+        chosen_tokens: _Bools = np.zeros(ids.shape, dtype=bool)
+        for row, row_ids, turn, count in zip(chosen_tokens, ids, turns, counts):
             places = (turn < _NEVER).nonzero()[0]
             # A word begins at a token that is no continuation, or after a gap (a special token).
-            begins = ~self.goes_on[mine[places]]
+            begins = ~self.is_continuation[row_ids[places]]
             begins[1:] |= places[1:] != places[:-1] + 1
             begins[:1] = True
             firsts = begins.nonzero()[0]
-            words = np.split(places, firsts[1:])
-            left = count
-            for number in turn[places[firsts]].argsort():
-                if len(words[number]) <= left:
-                    row[words[number]] = True
-                    left -= len(words[number])
-                if not left:
+            word_places = np.split(places, firsts[1:])
+            tokens_left = count
+            for word_index in turn[places[firsts]].argsort():
+                if len(word_places[word_index]) <= tokens_left:
+                    row[word_places[word_index]] = True
+                    tokens_left -= len(word_places[word_index])
+                if not tokens_left:
                     break
             # Every word is longer than the count: one token is chosen, so that the sample has a
             # label.
-            if left == count:
+            if tokens_left == count:
                 row[places[:1]] = True
-        return chosen
+        return chosen_tokens
 
 
-def _lowest(turns: _Floats, counts: list[int]) -> _Bools:
+def _choose_lowest_turns(turns: _Floats, counts: list[int]) -> _Bools:
     """Choose the tokens with the lowest turns: (samples, length) bool, `counts` in each sample."""
-    first = turns.argsort()[:, : max(counts)]
-    taken = np.arange(first.shape[1]) < np.array(counts)[:, None]
-    chosen: _Bools = np.zeros(turns.shape, dtype=bool)
-    np.put_along_axis(chosen, first, taken, axis=1)
+    lowest_indices = turns.argsort()[:, : max(counts)]
+    is_within_count = np.arange(lowest_indices.shape[1]) < np.array(counts)[:, None]
+    chosen_tokens: _Bools = np.zeros(turns.shape, dtype=bool)
+    np.put_along_axis(chosen_tokens, lowest_indices, is_within_count, axis=1)
     # A sample may have fewer tokens to choose from than its count.
-    chosen &= turns < _NEVER
-    return chosen
+    chosen_tokens &= turns < _NEVER
+    return chosen_tokens
 
 
-def _pieces(tokenizer: PreTrainedTokenizerBase) -> _Bools:
+def _continuation_tokens(tokenizer: PreTrainedTokenizerBase) -> _Bools:
     """Return which tokens of the vocabulary continue a word: (words,) bool.
 
     Raises:
         DataError: the vocabulary marks none.
     """
     names = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
-    found: _Bools = np.array([name.startswith("##") for name in names])
-    if not found.any():
+    is_continuation: _Bools = np.array([name.startswith("##") for name in names])
+    if not is_continuation.any():
         raise DataError(
             "data.masked_lm.whole_words: data.tokenizer does not mark pieces of words with ##, "
             "as wordpiece does; leave it out"
         )
-    return found
+    return is_continuation
 
 
 class MaskedSamples(ABC):
     """Samples that are made for a whole micro batch: NumPy's calls take as long for one sample."""
 
     @abstractmethod
-    def batch(self, places: Places) -> dict[str, torch.Tensor]:
+    def batch(self, index_epoch_pairs: IndexEpochPairs) -> dict[str, torch.Tensor]:
         """Return the samples at (index, epoch) as a batch; tensors are (samples, ...)."""
 
     def sample(self, index: int, epoch: int) -> Sample:
@@ -201,12 +207,17 @@ class MaskedBlocks(MaskedSamples):
     def __len__(self) -> int:
         return len(self.tokens) // self.body
 
-    def batch(self, places: Places) -> dict[str, torch.Tensor]:
+    def batch(self, index_epoch_pairs: IndexEpochPairs) -> dict[str, torch.Tensor]:
         length = self.body + 2
-        ids: _Ints = np.empty((len(places), length), dtype=np.int64)
+        ids: _Ints = np.empty((len(index_epoch_pairs), length), dtype=np.int64)
         ids[:, 0], ids[:, -1] = self.masking.cls, self.masking.sep
-        for row, (index, _) in zip(ids, places):
+        for row, (index, _) in zip(ids, index_epoch_pairs):
             row[1:-1] = self.tokens[index * self.body : (index + 1) * self.body]
         labels = np.full_like(ids, IGNORED)
-        self.masking.mask(ids, labels, [length] * len(places), draws(self.seed, places, 2 * length))
+        self.masking.mask_in_place(
+            ids,
+            labels,
+            [length] * len(index_epoch_pairs),
+            sample_draws(self.seed, index_epoch_pairs, 2 * length),
+        )
         return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}

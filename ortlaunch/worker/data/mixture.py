@@ -33,14 +33,14 @@ BLOCK = 1 << 16
 # samples is independent of the choice.
 _CHOICE = 1 << 32
 # Samples of each source that an audit reads, where a source is streamed.
-_FEW = 20_000
+_MAX_AUDITED = 20_000
 _Ints = NDArray[np.int64]
 
 
-def source_seed(seed: int, number: int) -> int:
+def source_seed(seed: int, source_index: int) -> int:
     """Return the seed of a source's order and masks."""
     # It differs by source, so that a corpus that is in a mixture twice is shuffled in two ways.
-    return seed + ((number + 1) << 32)
+    return seed + ((source_index + 1) << 32)
 
 
 class Mixture:
@@ -51,38 +51,47 @@ class Mixture:
         self.weights = weights
         self.ends = list(itertools.accumulate(map(len, parts)))
         # `Batches` uses `batch` where it is not None.
-        self.batch = self._batch if all(hasattr(part, "batch") for part in parts) else None
+        self.batch = self._make_batch if all(hasattr(part, "batch") for part in parts) else None
 
     def __len__(self) -> int:
         return self.ends[-1]
 
     def sample(self, index: int, epoch: int) -> Sample:
         """Return a sample; `epoch` is the epoch of the sample's own source."""
-        number, within = self._within(index)
-        return self.parts[number].sample(within, epoch)
+        source_index, source_sample = self._source_and_index(index)
+        return self.parts[source_index].sample(source_sample, epoch)
 
-    def _batch(self, places: Sequence[tuple[int, int]]) -> dict[str, torch.Tensor]:
+    def _make_batch(self, index_epoch_pairs: Sequence[tuple[int, int]]) -> dict[str, torch.Tensor]:
         """Return a batch; each source makes all of its samples in one call."""
-        of = [self._within(index) for index, _ in places]
-        rows = sorted(range(len(places)), key=lambda row: of[row][0])
-        made = []
-        for number, mine in itertools.groupby(rows, key=lambda row: of[row][0]):
-            part: Any = self.parts[number]
-            made.append(part.batch([(of[row][1], places[row][1]) for row in mine]))
+        source_and_index = [self._source_and_index(index) for index, _ in index_epoch_pairs]
+        rows = sorted(range(len(index_epoch_pairs)), key=lambda row: source_and_index[row][0])
+        batches = []
+        for source_index, source_rows in itertools.groupby(
+            rows, key=lambda row: source_and_index[row][0]
+        ):
+            part: Any = self.parts[source_index]
+            batches.append(
+                part.batch(
+                    [(source_and_index[row][1], index_epoch_pairs[row][1]) for row in source_rows]
+                )
+            )
         # The inverse of the sort by source.
-        back = torch.tensor(rows).argsort()
-        return {name: torch.cat([batch[name] for batch in made])[back] for name in made[0]}
+        original_order = torch.tensor(rows).argsort()
+        return {
+            name: torch.cat([batch[name] for batch in batches])[original_order]
+            for name in batches[0]
+        }
 
-    def _within(self, index: int) -> tuple[int, int]:
+    def _source_and_index(self, index: int) -> tuple[int, int]:
         """Return the source of a sample, and the sample's index within it."""
-        number = bisect.bisect_right(self.ends, index)
-        return number, index - self.ends[number] + len(self.parts[number])
+        source_index = bisect.bisect_right(self.ends, index)
+        return source_index, index - self.ends[source_index] + len(self.parts[source_index])
 
     def size(self, index: int) -> int:
         """Return the number of tokens of a sample, for sources that count them."""
-        number, within = self._within(index)
-        part: Any = self.parts[number]
-        return int(part.size(within))
+        source_index, source_sample = self._source_and_index(index)
+        part: Any = self.parts[source_index]
+        return int(part.size(source_sample))
 
     @property
     def classes(self) -> int:
@@ -97,11 +106,11 @@ class Mixture:
         return max(getattr(part, "largest", (-1, "")) for part in self.parts)
 
     def order(self, seed: int) -> MixedOrder:
-        found = MixedOrder([len(part) for part in self.parts], self.weights, seed)
-        for number, part in enumerate(self.parts):
+        mixed_order = MixedOrder([len(part) for part in self.parts], self.weights, seed)
+        for source_index, part in enumerate(self.parts):
             if isinstance(part, StreamedSamples):
-                found.orders[number] = part
-        return found
+                mixed_order.orders[source_index] = part
+        return mixed_order
 
 
 class MixedOrder:
@@ -109,78 +118,86 @@ class MixedOrder:
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int) -> None:
         self.seed = seed
-        self.counts = shares(weights)
+        self.counts = places_by_source(weights)
         self.orders: list[Order | StreamedSamples] = [
-            Order(size, source_seed(seed, number)) for number, size in enumerate(sizes)
+            Order(size, source_seed(seed, source_index)) for source_index, size in enumerate(sizes)
         ]
         self.begins = [0, *itertools.accumulate(sizes[:-1])]
         # The present block, and the next one if a batch reaches into it.
         self._blocks: dict[int, tuple[_Ints, _Ints]] = {}
 
-    def at(self, places: list[int]) -> list[tuple[int, int]]:
+    def at(self, positions: list[int]) -> list[tuple[int, int]]:
         """Return (sample, epoch of its source) at each of these places."""
-        return [self._at(*divmod(place, BLOCK)) for place in places]
+        return [self._sample_at(*divmod(position, BLOCK)) for position in positions]
 
-    def passed(self, place: int, reach: int) -> list[Position]:
+    def passed(self, order_place: int, samples_ahead: int) -> list[Position]:
         """Release the samples of streamed sources before a place; return their positions."""
-        block, within = divmod(place, BLOCK)
-        before = np.bincount(self._block(block)[0][:within], minlength=len(self.counts))
-        of_source = (block * self.counts + before).tolist()
+        block, block_offset = divmod(order_place, BLOCK)
+        used_in_block = np.bincount(
+            self._block_sources(block)[0][:block_offset], minlength=len(self.counts)
+        )
+        used_by_source = (block * self.counts + used_in_block).tolist()
         return [
             position
-            for order, own in zip(self.orders, of_source)
+            for order, used in zip(self.orders, used_by_source)
             if isinstance(order, StreamedSamples)
-            for position in order.passed(own, reach)
+            for position in order.passed(used, samples_ahead)
         ]
 
-    def _at(self, block: int, within: int) -> tuple[int, int]:
+    def _sample_at(self, block: int, block_offset: int) -> tuple[int, int]:
         # Every earlier block had `counts[number]` samples of this source.
-        sources, before = self._block(block)
-        number = int(sources[within])
-        ((index, epoch),) = self.orders[number].at(
-            [block * int(self.counts[number]) + int(before[within])]
+        sources, used_in_block = self._block_sources(block)
+        source_index = int(sources[block_offset])
+        ((index, epoch),) = self.orders[source_index].at(
+            [block * int(self.counts[source_index]) + int(used_in_block[block_offset])]
         )
-        return self.begins[number] + index, epoch
+        return self.begins[source_index] + index, epoch
 
-    def _block(self, block: int) -> tuple[_Ints, _Ints]:
+    def _block_sources(self, block: int) -> tuple[_Ints, _Ints]:
         """Return the source at each place of a block, and its number of earlier places there."""
         if block not in self._blocks:
             self._blocks = {
-                number: known for number, known in self._blocks.items() if number == block - 1
+                kept_block: kept_sources
+                for kept_block, kept_sources in self._blocks.items()
+                if kept_block == block - 1
             }
             places = np.arange(BLOCK)
             sources = np.repeat(np.arange(len(self.counts)), self.counts)[
                 permutation(BLOCK, self.seed, block)(places)
             ]
-            before = np.empty_like(places)
+            used_in_block = np.empty_like(places)
             begins = np.cumsum(self.counts) - self.counts
-            before[np.argsort(sources, kind="stable")] = places - np.repeat(begins, self.counts)
-            self._blocks[block] = sources, before
+            used_in_block[np.argsort(sources, kind="stable")] = places - np.repeat(
+                begins, self.counts
+            )
+            self._blocks[block] = sources, used_in_block
         return self._blocks[block]
 
 
-def streams_of(samples: Samples) -> list[StreamedSamples]:
+def streamed_parts(samples: Samples) -> list[StreamedSamples]:
     """Return the streamed sources of a data set."""
     parts = samples.parts if isinstance(samples, Mixture) else [samples]
     return [part for part in parts if isinstance(part, StreamedSamples)]
 
 
-def at_hand(samples: Samples) -> Sequence[int]:
+def readable_indices(samples: Samples) -> Sequence[int]:
     """Return the indices of samples that can be read now: all, or the first ones of each source."""
-    if not streams_of(samples):
+    if not streamed_parts(samples):
         return range(len(samples))
     parts = samples.parts if isinstance(samples, Mixture) else [samples]
     begins = itertools.accumulate([0, *map(len, parts)])
     return [
         begin + index
         for begin, part in zip(begins, parts)
-        for index in (part.first(_FEW) if isinstance(part, StreamedSamples) else range(len(part)))[
-            :_FEW
-        ]
+        for index in (
+            part.first_indices(_MAX_AUDITED)
+            if isinstance(part, StreamedSamples)
+            else range(len(part))
+        )[:_MAX_AUDITED]
     ]
 
 
-def shares(weights: Sequence[float]) -> _Ints:
+def places_by_source(weights: Sequence[float]) -> _Ints:
     """Return the number of places of a block for each source; their sum is `BLOCK`."""
     exact = np.asarray(weights, np.float64) / sum(weights) * BLOCK
     counts: _Ints = np.floor(exact).astype(np.int64)
@@ -193,9 +210,11 @@ def shares(weights: Sequence[float]) -> _Ints:
 class SplitPart:
     """Some of the samples of a data set; all other attributes are those of the whole."""
 
-    def __init__(self, whole: Samples, count: int, index_of: Callable[[_Ints], _Ints]) -> None:
+    def __init__(
+        self, whole_samples: Samples, count: int, index_of: Callable[[_Ints], _Ints]
+    ) -> None:
         """Choose samples: `index_of` maps indices of the part, (n,), to those of the whole."""
-        self.whole = whole
+        self.whole = whole_samples
         self._count = count
         self._index_of = index_of
 
@@ -203,33 +222,33 @@ class SplitPart:
         return self._count
 
     def sample(self, index: int, epoch: int) -> Sample:
-        return self.whole.sample(self._index(index), epoch)
+        return self.whole.sample(self._whole_index(index), epoch)
 
     def size(self, index: int) -> int:
         """Return the number of tokens of a sample, for data that count them."""
-        whole: Any = self.whole
-        return int(whole.size(self._index(index)))
+        whole_samples: Any = self.whole
+        return int(whole_samples.size(self._whole_index(index)))
 
-    def _index(self, index: int) -> int:
+    def _whole_index(self, index: int) -> int:
         return int(self._index_of(np.array([index]))[0])
 
     def __getattr__(self, name: str) -> Any:
         # A copy for another process looks names up before it has its fields.
         if name.startswith("__") or name == "whole":
             raise AttributeError(name)
-        found = getattr(self.whole, name)
-        return self._batch if name == "batch" else found
+        attribute = getattr(self.whole, name)
+        return self._make_batch if name == "batch" else attribute
 
-    def _batch(self, places: Sequence[tuple[int, int]]) -> dict[str, torch.Tensor]:
-        whole: Any = self.whole
-        indices = self._index_of(np.array([index for index, _ in places])).tolist()
-        found: dict[str, torch.Tensor] = whole.batch(
-            [(index, epoch) for index, (_, epoch) in zip(indices, places)]
+    def _make_batch(self, index_epoch_pairs: Sequence[tuple[int, int]]) -> dict[str, torch.Tensor]:
+        whole_samples: Any = self.whole
+        indices = self._index_of(np.array([index for index, _ in index_epoch_pairs])).tolist()
+        batch: dict[str, torch.Tensor] = whole_samples.batch(
+            [(index, epoch) for index, (_, epoch) in zip(indices, index_epoch_pairs)]
         )
-        return found
+        return batch
 
 
-def split(samples: Samples, held: HeldOut, seed: int) -> tuple[Samples, Samples]:
+def split_held_out(samples: Samples, held_out: HeldOut, seed: int) -> tuple[Samples, Samples]:
     """Return the training part and the part that is held out.
 
     Each source of a mixture gives its share of the samples.
@@ -238,33 +257,39 @@ def split(samples: Samples, held: HeldOut, seed: int) -> tuple[Samples, Samples]
         DataError: one of the parts would be empty.
     """
     total = len(samples)
-    share = held.samples / total if held.samples else float(held.share or 0)
+    share = held_out.samples / total if held_out.samples else float(held_out.share or 0)
     if not isinstance(samples, Mixture):
-        return _split(samples, held.samples or max(1, round(share * total)), seed)
+        return _split_by_count(samples, held_out.samples or max(1, round(share * total)), seed)
     # Cumulative rounding, so that the parts have exactly as many samples as requested.
     ends = [round(end * share) for end in (0, *samples.ends)]
     pairs = [
-        _split(part, after - before, source_seed(seed, number))
-        for number, (part, before, after) in enumerate(zip(samples.parts, ends, ends[1:]))
+        _split_by_count(part, stop - start, source_seed(seed, source_index))
+        for source_index, (part, start, stop) in enumerate(zip(samples.parts, ends, ends[1:]))
     ]
-    kept = Mixture([part for part, _ in pairs], samples.weights)
-    chosen = [part for _, part in pairs if len(part)]
-    if not chosen:
+    training_part = Mixture([part for part, _ in pairs], samples.weights)
+    held_out_parts = [part for _, part in pairs if len(part)]
+    if not held_out_parts:
         raise DataError(f"data.evaluation: {share:g} of {total:,} samples is none of any source")
-    return kept, Mixture(chosen, [1.0] * len(chosen))
+    return training_part, Mixture(held_out_parts, [1.0] * len(held_out_parts))
 
 
-def _split(samples: Samples, count: int, seed: int) -> tuple[SplitPart, SplitPart]:
+def _split_by_count(samples: Samples, count: int, seed: int) -> tuple[SplitPart, SplitPart]:
     total = len(samples)
     if count >= total:
         raise DataError(
             f"data.evaluation: {count:,} samples would be held out, and a source of data.train has "
             f"{total:,}: none is left to train on"
         )
-    held = np.sort(permutation(total, seed, _CHOICE)(np.arange(count)))
+    held_out_indices = np.sort(permutation(total, seed, _CHOICE)(np.arange(count)))
     # The number of training samples before each held-out one.
-    before = held - np.arange(count)
-    kept = SplitPart(
-        samples, total - count, lambda at: at + np.searchsorted(before, at, side="right")
+    training_before = held_out_indices - np.arange(count)
+    training_part = SplitPart(
+        samples,
+        total - count,
+        lambda part_indices: (
+            part_indices + np.searchsorted(training_before, part_indices, side="right")
+        ),
     )
-    return kept, SplitPart(samples, count, lambda at: held[at])
+    return training_part, SplitPart(
+        samples, count, lambda part_indices: held_out_indices[part_indices]
+    )

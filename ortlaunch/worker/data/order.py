@@ -23,10 +23,10 @@ FEISTEL = "feistel"
 _MOST_SHUFFLED = 1 << 16
 _ROUNDS = 8
 # The multipliers of MurmurHash3's finalizer.
-_FIRST = np.uint64(0xFF51AFD7ED558CCD)
-_SECOND = np.uint64(0xC4CEB9FE1A85EC53)
-_HALF = np.uint64(32)
-_DROPPED = np.uint64(24)
+_FIRST_MULTIPLIER = np.uint64(0xFF51AFD7ED558CCD)
+_SECOND_MULTIPLIER = np.uint64(0xC4CEB9FE1A85EC53)
+_HALF_BITS = np.uint64(32)
+_DROPPED_BITS = np.uint64(24)
 
 
 class Permutation(Protocol):
@@ -35,44 +35,48 @@ class Permutation(Protocol):
     def __call__(self, places: NDArray[np.int64]) -> NDArray[np.int64]: ...
 
 
-def order_name(samples: int) -> str:
+def order_name(sample_count: int) -> str:
     """Return the name of the order that is used for this number of samples."""
-    return SHUFFLE if samples <= _MOST_SHUFFLED else FEISTEL
+    return SHUFFLE if sample_count <= _MOST_SHUFFLED else FEISTEL
 
 
 class Order:
     """The endless order of a data set's samples, epoch after epoch."""
 
-    def __init__(self, samples: int, seed: int) -> None:
-        self.samples = samples
+    def __init__(self, sample_count: int, seed: int) -> None:
+        self.samples = sample_count
         self.seed = seed
         # The present epoch, and the next one if a batch reaches into it.
         self._epochs: dict[int, Permutation] = {}
 
-    def at(self, places: list[int]) -> list[tuple[int, int]]:
+    def at(self, positions: list[int]) -> list[tuple[int, int]]:
         """Return (sample, epoch) at each of these places, which go on from epoch to epoch."""
-        epochs, within = np.divmod(np.asarray(places, dtype=np.int64), self.samples)
-        found = np.empty_like(within)
+        epochs, epoch_offsets = np.divmod(np.asarray(positions, dtype=np.int64), self.samples)
+        sample_indices = np.empty_like(epoch_offsets)
         for epoch in np.unique(epochs):
-            chosen = epochs == epoch
-            found[chosen] = self._epoch(int(epoch))(within[chosen])
-        return list(zip(found.tolist(), epochs.tolist()))
+            is_in_epoch = epochs == epoch
+            sample_indices[is_in_epoch] = self._permutation_of_epoch(int(epoch))(
+                epoch_offsets[is_in_epoch]
+            )
+        return list(zip(sample_indices.tolist(), epochs.tolist()))
 
-    def _epoch(self, epoch: int) -> Permutation:
+    def _permutation_of_epoch(self, epoch: int) -> Permutation:
         if epoch not in self._epochs:
             self._epochs = {
-                number: known for number, known in self._epochs.items() if number == epoch - 1
+                kept_epoch: kept_permutation
+                for kept_epoch, kept_permutation in self._epochs.items()
+                if kept_epoch == epoch - 1
             }
             self._epochs[epoch] = permutation(self.samples, self.seed, epoch)
         return self._epochs[epoch]
 
 
-def permutation(samples: int, seed: int, epoch: int) -> Permutation:
-    """Return the permutation of the places 0 to `samples` - 1 in this epoch."""
-    if order_name(samples) == FEISTEL:
-        return Feistel(samples, seed, epoch)
+def permutation(sample_count: int, seed: int, epoch: int) -> Permutation:
+    """Return the permutation of the places 0 to `sample_count` - 1 in this epoch."""
+    if order_name(sample_count) == FEISTEL:
+        return Feistel(sample_count, seed, epoch)
     order: NDArray[np.int64] = np.random.Generator(np.random.Philox([seed, epoch])).permutation(
-        samples
+        sample_count
     )
     return lambda places: order[places]
 
@@ -80,38 +84,38 @@ def permutation(samples: int, seed: int, epoch: int) -> Permutation:
 class Feistel:
     """A permutation that is computed for each place instead of stored."""
 
-    def __init__(self, samples: int, seed: int, epoch: int) -> None:
-        across = math.isqrt(samples - 1) + 1
+    def __init__(self, sample_count: int, seed: int, epoch: int) -> None:
+        across = math.isqrt(sample_count - 1) + 1
         # `across` x `down` is the smallest rectangle of this width that has room for all samples.
-        self.samples = np.uint64(samples)
+        self.samples = np.uint64(sample_count)
         self.across = np.uint64(across)
-        self.down = np.uint64(-(-samples // across))
+        self.down = np.uint64(-(-sample_count // across))
         self.keys = np.random.SeedSequence([seed, epoch]).generate_state(_ROUNDS, np.uint64)
 
     def __call__(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
-        found = self._once(places.astype(np.uint64))
+        permuted = self._permute_once(places.astype(np.uint64))
         # This ends: a walk along a permutation returns to its start, which is in the data set.
-        while (beside := found >= self.samples).any():
-            found[beside] = self._once(found[beside])
-        return found.astype(np.int64)
+        while (is_outside := permuted >= self.samples).any():
+            permuted[is_outside] = self._permute_once(permuted[is_outside])
+        return permuted.astype(np.int64)
 
-    def _once(self, numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    def _permute_once(self, grid_numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
         """Permute the numbers of the rectangle once."""
         # Row and column in turn are shifted (modulo their size) by a hash of the other; each shift
         # can be undone, so that the whole is a permutation.
-        row, column = np.divmod(numbers, self.across)
+        row, column = np.divmod(grid_numbers, self.across)
         for key, other in zip(self.keys[::2], self.keys[1::2]):
             row = (row + _hash(column, key)) % self.down
             column = (column + _hash(row, other)) % self.across
-        found: NDArray[np.uint64] = row * self.across + column
-        return found
+        permuted: NDArray[np.uint64] = row * self.across + column
+        return permuted
 
 
 def _hash(numbers: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint64]:
     """Return 40 well mixed bits of each number."""
     # Products of arrays wrap round without a warning.
-    mixed: NDArray[np.uint64] = (numbers ^ key) * _FIRST
-    mixed ^= mixed >> _HALF
-    mixed *= _SECOND
-    mixed >>= _DROPPED
+    mixed: NDArray[np.uint64] = (numbers ^ key) * _FIRST_MULTIPLIER
+    mixed ^= mixed >> _HALF_BITS
+    mixed *= _SECOND_MULTIPLIER
+    mixed >>= _DROPPED_BITS
     return mixed

@@ -26,7 +26,7 @@ from ortlaunch.worker.data.samples import Sample
 # The name of a batch that is one tensor, and the start of names of a list's tensors.
 _BATCH = "_batch"
 # Attributes of objects whose items are no samples -> the expression of their samples.
-_NO_SAMPLES = {
+_SAMPLES_BY_ATTRIBUTE = {
     "iloc": "table.to_dict('records')",
     "to_pylist": "table.to_pylist()",
     "to_dicts": "table.to_dicts()",
@@ -35,8 +35,8 @@ _NO_SAMPLES = {
 # The first word of a fingerprint of samples.
 SAMPLES = "samples"
 # Samples of a fingerprint, reads of each, and elements of a tensor in it.
-_SOME = 5
-_READS = 3
+_HASHED_SAMPLES = 5
+_READS_EACH = 3
 _ELEMENTS = 16
 
 
@@ -61,7 +61,7 @@ def seed_sample(seed: int, index: int, epoch: int) -> None:
 
 
 @contextlib.contextmanager
-def restored_generators() -> Iterator[None]:
+def restore_generators_after() -> Iterator[None]:
     """Restore the states of the CPU's generators when the context closes."""
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()
     try:
@@ -72,38 +72,38 @@ def restored_generators() -> Iterator[None]:
         np.random.set_state(states[2])
 
 
-def find(key: str, target: str) -> Any:
+def load_user_function(recipe_key: str, function_path: str) -> Any:
     """Return the user's own function.
 
     Args:
-        key: the recipe's field, for errors.
-        target: `module:function`.
+        recipe_key: the recipe's field, for errors.
+        function_path: `module:function`.
 
     Raises:
         MissingCode: there is no such module.
         DataError: the module has no such function.
     """
-    module, _, function = target.partition(":")
+    module, _, function = function_path.partition(":")
     try:
-        found = getattr(import_module(module), function, None)
+        user_function = getattr(import_module(module), function, None)
     except ModuleNotFoundError as error:
         # A missing import within the user's module is not reported as a missing module.
         if error.name and f"{module}.".startswith(f"{error.name}."):
             raise MissingCode(
-                f"{key}: no module {module!r} beside the recipe, in this folder or installed"
+                f"{recipe_key}: no module {module!r} beside the recipe, in this folder or installed"
             ) from None
         raise
-    if not callable(found):
-        raise DataError(f"{key}: module {module!r} has no function {function!r}")
-    return found
+    if not callable(user_function):
+        raise DataError(f"{recipe_key}: module {module!r} has no function {function!r}")
+    return user_function
 
 
-def call(key: str, target: str, arguments: Json, seed: int) -> Any:
+def call_user_function(recipe_key: str, function_path: str, arguments: Json, seed: int) -> Any:
     """Call the user's own `module:function`, and return its result.
 
     Args:
-        key: the recipe's field, for errors.
-        target: `module:function`.
+        recipe_key: the recipe's field, for errors.
+        function_path: `module:function`.
         arguments: the function's arguments by name.
         seed: all random generators are seeded with it, before the import and before the call.
 
@@ -111,34 +111,34 @@ def call(key: str, target: str, arguments: Json, seed: int) -> Any:
         DataError: there is no such module or function, or it does not accept the arguments.
     """
     seed_generators(seed)
-    found = find(key, target)
+    user_function = load_user_function(recipe_key, function_path)
     # Checked before the call, so that a TypeError within the function keeps its own traceback.
     try:
-        inspect.signature(found).bind(**arguments)
+        inspect.signature(user_function).bind(**arguments)
     except TypeError as error:
         raise DataError(
-            f"{key}: {target}{inspect.signature(found)} and its `arguments` differ: {error}"
+            f"{recipe_key}: {function_path}{inspect.signature(user_function)} and its `arguments` differ: {error}"
         ) from None
     seed_generators(seed)
-    return found(**arguments)
+    return user_function(**arguments)
 
 
-class OwnCollate:
+class UserCollate:
     """The user's own function that makes a batch of a list of samples."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.function = find("data.collate", name)
+        self.function = load_user_function("data.collate", name)
 
     def __call__(self, samples: list[Sample]) -> dict[str, torch.Tensor]:
-        found = self.function(samples)
-        if not isinstance(found, Mapping) or not found:
+        batch = self.function(samples)
+        if not isinstance(batch, Mapping) or not batch:
             raise DataError(
-                f"data.collate: {self.name} returned {type(found).__name__}; "
+                f"data.collate: {self.name} returned {type(batch).__name__}; "
                 "it must be names to tensors"
             )
         try:
-            return {str(name): torch.as_tensor(value) for name, value in found.items()}
+            return {str(name): torch.as_tensor(value) for name, value in batch.items()}
         # torch raises all three.
         except (TypeError, ValueError, RuntimeError) as error:
             raise DataError(
@@ -146,7 +146,9 @@ class OwnCollate:
             ) from None
 
 
-def collate_any(collate: Callable[[list[Any]], Any], samples: list[Any]) -> dict[str, torch.Tensor]:
+def collate_to_names(
+    collate: Callable[[list[Any]], Any], samples: list[Any]
+) -> dict[str, torch.Tensor]:
     """Return a batch of any form by names: of a list or tuple `_batch_0`, `_batch_1` and so on.
 
     Raises:
@@ -156,9 +158,9 @@ def collate_any(collate: Callable[[list[Any]], Any], samples: list[Any]) -> dict
     if isinstance(batch, torch.Tensor):
         batch = {_BATCH: batch}
     elif isinstance(batch, (list, tuple)):
-        batch = {f"{_BATCH}_{number}": value for number, value in enumerate(batch)}
+        batch = {f"{_BATCH}_{value_index}": value for value_index, value in enumerate(batch)}
     if not isinstance(batch, Mapping) or not all(
-        isinstance(each, torch.Tensor) for each in batch.values()
+        isinstance(item, torch.Tensor) for item in batch.values()
     ):
         raise DataError(
             f"a batch is {type(batch).__name__} with values that are no tensors; for task "
@@ -167,18 +169,18 @@ def collate_any(collate: Callable[[list[Any]], Any], samples: list[Any]) -> dict
     return {str(name): value for name, value in batch.items()}
 
 
-def in_own_form(batch: dict[str, torch.Tensor]) -> Any:
-    """Return a batch of `collate_any` in the form that it had; a tuple is a list."""
-    listed = [*batch.values()] if f"{_BATCH}_0" in batch else batch
-    return batch.get(_BATCH, listed)
+def original_form(batch: dict[str, torch.Tensor]) -> Any:
+    """Return a batch of `collate_to_names` in the form that it had; a tuple is a list."""
+    list_or_mapping = [*batch.values()] if f"{_BATCH}_0" in batch else batch
+    return batch.get(_BATCH, list_or_mapping)
 
 
-def _form(value: Any) -> object:
+def _stable_form(value: Any) -> object:
     """Return a value as text and numbers that are the same in every process and on every CPU."""
     if isinstance(value, Mapping):
-        return [(str(name), _form(each)) for name, each in value.items()]
+        return [(str(name), _stable_form(item)) for name, item in value.items()]
     if isinstance(value, (list, tuple)):
-        return [_form(each) for each in value]
+        return [_stable_form(item) for item in value]
     if isinstance(value, torch.Tensor) and value.layout is torch.strided:
         value = value.detach().cpu()
         value = value.float().numpy() if value.is_floating_point() else value.numpy()
@@ -191,16 +193,18 @@ def _form(value: Any) -> object:
     if value.dtype.kind not in "fc" or not value.size:
         return value.shape, hashlib.blake2b(value.tobytes(), digest_size=8).hexdigest()
     # Some elements, rounded: CPUs differ in the last digits, and wholly where values cancel out.
-    some = value.ravel()[:: max(1, value.size // _ELEMENTS)]
-    some = np.where(np.abs(some) < np.abs(some).max() / 1e4, 0, some)
-    return value.shape, [f"{each:.3g}" for each in some]
+    some_elements = value.ravel()[:: max(1, value.size // _ELEMENTS)]
+    some_elements = np.where(
+        np.abs(some_elements) < np.abs(some_elements).max() / 1e4, 0, some_elements
+    )
+    return value.shape, [f"{item:.3g}" for item in some_elements]
 
 
 class OwnSamples:
     """The user's own data set: any object with `__len__` and `__getitem__`."""
 
     def __init__(
-        self, items: Any, is_mapping: bool = True, key: str = "data.train.factory"
+        self, items: Any, is_mapping: bool = True, recipe_key: str = "data.train.factory"
     ) -> None:
         """Wrap the user's data set.
 
@@ -208,13 +212,15 @@ class OwnSamples:
             items: the data set.
             is_mapping: whether samples must be mappings; False if the user's own collate function
                 processes them.
-            key: the recipe's field of the function that made the data set, for messages.
+            recipe_key: the recipe's field of the function that made the data set, for messages.
 
         Raises:
             DataError: the object is no data set, or is empty.
         """
-        returned = f"{key} returned {type(items).__name__}"
-        if form := next((form for name, form in _NO_SAMPLES.items() if hasattr(items, name)), None):
+        returned = f"{recipe_key} returned {type(items).__name__}"
+        if form := next(
+            (form for name, form in _SAMPLES_BY_ATTRIBUTE.items() if hasattr(items, name)), None
+        ):
             raise DataError(f"{returned}, which has no samples by number; return {form}")
         try:
             count = len(items) if hasattr(items, "__len__") else None
@@ -244,24 +250,26 @@ class OwnSamples:
             )
         self.items = items
         self.is_mapping = is_mapping
-        self.key = key
+        self.key = recipe_key
 
     @functools.cached_property
     def fingerprint(self) -> str | None:
         """Hashes of a few samples; None if reads of one sample differ, so that it is random."""
-        found = [SAMPLES]
-        with restored_generators():
-            for index in np.linspace(0, len(self) - 1, min(_SOME, len(self)), dtype=int).tolist():
-                hashes = {self._hash_of(index) for _ in range(_READS)}
+        fingerprint_parts = [SAMPLES]
+        with restore_generators_after():
+            for index in np.linspace(
+                0, len(self) - 1, min(_HASHED_SAMPLES, len(self)), dtype=int
+            ).tolist():
+                hashes = {self._sample_hash(index) for _ in range(_READS_EACH)}
                 if len(hashes) > 1:
                     return None
-                found += hashes
-        return " ".join(found)
+                fingerprint_parts += hashes
+        return " ".join(fingerprint_parts)
 
-    def _hash_of(self, index: int) -> str:
+    def _sample_hash(self, index: int) -> str:
         seed_sample(0, index, 0)
         try:
-            form = _form(self.sample(index, 0))
+            form = _stable_form(self.sample(index, 0))
         # The user's code may raise anything. It does so again where the training reads the sample.
         except Exception as error:
             form = type(error).__name__

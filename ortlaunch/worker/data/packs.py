@@ -28,7 +28,7 @@ class Packs:
 
     varies = True
 
-    def __init__(self, samples: Any, length: int, key: str) -> None:
+    def __init__(self, samples: Any, length: int, recipe_key: str) -> None:
         """Pack samples: they have a size and an attention mask, and padding at their end."""
         self.samples = samples
         self.length = length
@@ -39,7 +39,7 @@ class Packs:
         self.ends = np.cumsum(np.bincount(packs))
         filled = sizes.sum() / (len(self) * length)
         add_cache_note(
-            f"{key}: {len(samples):,} chats are packed into {len(self):,} samples of {length} "
+            f"{recipe_key}: {len(samples):,} chats are packed into {len(self):,} samples of {length} "
             f"tokens, {filled:.1%} of them filled"
         )
 
@@ -52,15 +52,15 @@ class Packs:
         return self.samples.tokens
 
     def sample(self, index: int, epoch: int) -> Sample:
-        first = int(self.ends[index - 1]) if index else 0
-        members = self.members[first : self.ends[index]].tolist()
-        found = [self.samples.sample(member, epoch) for member in members]
-        sizes = [int(each["attention_mask"].sum()) for each in found]
-        labels = [each["labels"][:size].clone() for each, size in zip(found, sizes)]
-        for each in labels:
+        first_member = int(self.ends[index - 1]) if index else 0
+        members = self.members[first_member : self.ends[index]].tolist()
+        member_samples = [self.samples.sample(member, epoch) for member in members]
+        sizes = [int(item["attention_mask"].sum()) for item in member_samples]
+        labels = [item["labels"][:size].clone() for item, size in zip(member_samples, sizes)]
+        for item in labels:
             # The first token of a document cannot be predicted from the document before.
-            each[0] = IGNORED
-        ids = torch.cat([each["input_ids"][:size] for each, size in zip(found, sizes)])
+            item[0] = IGNORED
+        ids = torch.cat([item["input_ids"][:size] for item, size in zip(member_samples, sizes)])
         padding = (0, self.length - len(ids))
         # Padding is one more document, without labels.
         sizes.append(padding[1])
@@ -72,15 +72,18 @@ class Packs:
         }
 
 
-def packed(samples: Samples, data: Data, key: str) -> Samples:
+def pack_chats(samples: Samples, data: Data, recipe_key: str) -> Samples:
     """Return the samples of chats packed, if the recipe requests it; other ones as they are."""
     if not data.packing:
         return samples
     if not isinstance(samples, Mixture):
         # Samples of text are windows, which are full already.
         chats = hasattr(samples, "kept")
-        return Packs(samples, data.sequence_length or 0, key) if chats else samples
-    parts = [packed(part, data, f"{key}[{number}]") for number, part in enumerate(samples.parts)]
+        return Packs(samples, data.sequence_length or 0, recipe_key) if chats else samples
+    parts = [
+        pack_chats(part, data, f"{recipe_key}[{part_index}]")
+        for part_index, part in enumerate(samples.parts)
+    ]
     by_size = data.parts[0].weight is None
     return Mixture(parts, [len(part) for part in parts] if by_size else samples.weights)
 
@@ -97,16 +100,16 @@ def first_fit_decreasing(sizes: Sequence[int] | _Ints, capacity: int) -> _Ints:
     items = np.asarray(sizes, np.int64)
     order = np.argsort(-items, kind="stable")
     starts = np.flatnonzero(np.diff(items[order], prepend=0))
-    found = np.empty(len(items), np.int64)
-    left = np.empty(0, np.int64)
+    bin_of_item = np.empty(len(items), np.int64)
+    room_by_bin = np.empty(0, np.int64)
     for group in np.split(order, starts[1:]):
         size = int(items[group[0]])
-        used = len(left)
-        fresh = -(-len(group) // (capacity // size))
-        left = np.append(left, np.full(fresh, capacity))
+        used_bins = len(room_by_bin)
+        new_bins = -(-len(group) // (capacity // size))
+        room_by_bin = np.append(room_by_bin, np.full(new_bins, capacity))
         # The number of items of this size that have a place up to each bin.
-        bins = np.searchsorted(np.cumsum(left // size), np.arange(len(group)), side="right")
-        found[group] = bins
-        left -= np.bincount(bins, minlength=len(left)) * size
-        left = left[: max(used, int(bins[-1]) + 1)]
-    return found
+        bins = np.searchsorted(np.cumsum(room_by_bin // size), np.arange(len(group)), side="right")
+        bin_of_item[group] = bins
+        room_by_bin -= np.bincount(bins, minlength=len(room_by_bin)) * size
+        room_by_bin = room_by_bin[: max(used_bins, int(bins[-1]) + 1)]
+    return bin_of_item

@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ortlaunch.worker.data.masking import MaskedSamples, Masking, Places, draws
+from ortlaunch.worker.data.masking import IndexEpochPairs, MaskedSamples, Masking, sample_draws
 from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data.samples import IGNORED
 from ortlaunch.worker.data.token_cache import Documents
 
 _Ints = NDArray[np.int64]
 # Attempts to draw another document that is long enough.
-_DRAWS = 32
+_ATTEMPTS = 32
 _NAMES = ("input_ids", "labels", "attention_mask", "token_type_ids")
 
 
@@ -29,12 +29,12 @@ class SentencePairs(MaskedSamples):
     """
 
     def __init__(
-        self, documents: Documents, length: int, masking: Masking, pad: int, seed: int
+        self, documents: Documents, length: int, masking: Masking, padding_id: int, seed: int
     ) -> None:
         self.tokens, self.ends = documents
         self.length = length
         self.masking = masking
-        self.pad = pad
+        self.pad = padding_id
         self.seed = seed
         # [CLS] and two [SEP] take three places.
         self.body = length - 3
@@ -54,84 +54,90 @@ class SentencePairs(MaskedSamples):
     def __len__(self) -> int:
         return int(self.until[-1])
 
-    def batch(self, places: Places) -> dict[str, torch.Tensor]:
-        random = draws(self.seed, places, 2 + _DRAWS + 2 * self.length)
-        found: _Ints = np.zeros((4, len(places), self.length), dtype=np.int64)
-        ids, labels, attention, segments = found
+    def batch(self, index_epoch_pairs: IndexEpochPairs) -> dict[str, torch.Tensor]:
+        random_values = sample_draws(self.seed, index_epoch_pairs, 2 + _ATTEMPTS + 2 * self.length)
+        arrays: _Ints = np.zeros((4, len(index_epoch_pairs), self.length), dtype=np.int64)
+        ids, labels, attention, segments = arrays
         labels[:] = IGNORED
         ends = []
         unrelated = []
-        for row, ((index, _), drawn) in enumerate(zip(places, random[:, : 2 + _DRAWS].tolist())):
-            document, start, size = self.place(index)
+        for row, ((index, _), random_row) in enumerate(
+            zip(index_epoch_pairs, random_values[:, : 2 + _ATTEMPTS].tolist())
+        ):
+            document, start, size = self.window_of_sample(index)
             # The first segment has a quarter to three quarters of the tokens.
             low = max(1, size // 4)
             high = max(1, size * 3 // 4)
-            cut = low + int(drawn[0] * (high + 1 - low))
-            second = start + cut, size - cut
-            unrelated.append(int(drawn[1] < 0.5))
+            cut = low + int(random_row[0] * (high + 1 - low))
+            second_segment = start + cut, size - cut
+            unrelated.append(int(random_row[1] < 0.5))
             if unrelated[-1]:
-                second = self._from_another(document, size - cut, drawn[2:])
-            end = self._join(ids[row], (start, cut), second)
+                second_segment = self._segment_of_another(document, size - cut, random_row[2:])
+            end = self._join_segments(ids[row], (start, cut), second_segment)
             ids[row, end:] = self.pad
             attention[row, :end], segments[row, cut + 2 : end] = 1, 1
             ends.append(end)
-        self.masking.mask(ids, labels, ends, random[:, 2 + _DRAWS :])
+        self.masking.mask_in_place(ids, labels, ends, random_values[:, 2 + _ATTEMPTS :])
         return {
-            **dict(zip(_NAMES, torch.from_numpy(found))),
+            **dict(zip(_NAMES, torch.from_numpy(arrays))),
             "next_sentence_label": torch.tensor(unrelated),
         }
 
-    def _join(self, ids: _Ints, *segments: tuple[int, int]) -> int:
+    def _join_segments(self, ids: _Ints, *segments: tuple[int, int]) -> int:
         """Write [CLS] first [SEP] second [SEP] into `ids`; return the number of tokens written.
 
         Args:
             ids: (length,) a row of the batch.
             segments: (first token in the corpus, number of tokens) of each segment.
         """
-        ids[0], place = self.masking.cls, 1
+        ids[0], token_place = self.masking.cls, 1
         for start, size in segments:
-            ids[place : place + size] = self.tokens[start : start + size]
-            ids[place + size] = self.masking.sep
-            place += size + 1
-        return place
+            ids[token_place : token_place + size] = self.tokens[start : start + size]
+            ids[token_place + size] = self.masking.sep
+            token_place += size + 1
+        return token_place
 
-    def place(self, index: int) -> tuple[int, int, int]:
+    def window_of_sample(self, index: int) -> tuple[int, int, int]:
         """Return (document, first token, number of tokens) of a sample."""
         document = int(self.until.searchsorted(index, side="right"))
-        number = index - (int(self.until[document - 1]) if document else 0)
-        begin, end = self._span(document)
-        start = max(begin, min(begin + number * self.body, end - self.body))
+        window_index = index - (int(self.until[document - 1]) if document else 0)
+        begin, end = self._document_range(document)
+        start = max(begin, min(begin + window_index * self.body, end - self.body))
         return document, start, min(self.body, end - start)
 
-    def _span(self, document: int) -> tuple[int, int]:
+    def _document_range(self, document: int) -> tuple[int, int]:
         return (int(self.ends[document - 1]) if document else 0), int(self.ends[document])
 
-    def _from_another(self, document: int, size: int, drawn: list[float]) -> tuple[int, int]:
+    def _segment_of_another(
+        self, document: int, size: int, random_row: list[float]
+    ) -> tuple[int, int]:
         """Return (first token, number of tokens) of a segment of another document.
 
         Documents are drawn in proportion to their size. If no drawn one has `size` tokens, the
         longest segment found is used.
 
-        drawn: random values in [0, 1), one for each attempt.
+        random_row: random values in [0, 1), one for each attempt.
         """
-        best = (0, 0)
-        for number in drawn:
-            place = int(number * len(self.tokens))
-            other = int(self.ends.searchsorted(place, side="right"))
-            if other != document:
-                begin, end = self._span(other)
-                start = max(begin, min(place, end - size))
-                best = max(best, (min(size, end - start), start))
-            if best[0] == size:
+        best_segment = (0, 0)
+        for random_value in random_row:
+            token_index = int(random_value * len(self.tokens))
+            other_document = int(self.ends.searchsorted(token_index, side="right"))
+            if other_document != document:
+                begin, end = self._document_range(other_document)
+                start = max(begin, min(token_index, end - size))
+                best_segment = max(best_segment, (min(size, end - start), start))
+            if best_segment[0] == size:
                 break
-        found, start = best if best[0] else self._neighbour(document, size)
-        return start, found
+        token_count, start = (
+            best_segment if best_segment[0] else self._next_document_segment(document, size)
+        )
+        return start, token_count
 
-    def _neighbour(self, document: int, size: int) -> tuple[int, int]:
+    def _next_document_segment(self, document: int, size: int) -> tuple[int, int]:
         """Return a segment of the next document that has tokens.
 
         Needed where one document is nearly the whole corpus, so that every draw gave that one.
         """
         others = ((document + step) % len(self.ends) for step in range(1, len(self.ends)))
-        begin, end = next(span for span in map(self._span, others) if span[1] > span[0])
+        begin, end = next(span for span in map(self._document_range, others) if span[1] > span[0])
         return min(size, end - begin), begin

@@ -34,16 +34,16 @@ _LONGEST_PARAGRAPH = 16_000_000
 # A line of blanks, such as tabs or U+00A0, is an empty line.
 _BLANK_LINE = re.compile(r"\n[^\S\n]*\n")
 # Bytes of a JSON file that show whether it is one array.
-_BEGIN = 4096
+_BEGIN_BYTES = 4096
 # Bytes of each block that shows whether a file is another one.
 BLOCK = 1 << 16
 # Bytes, all of them in memory.
 _LONGEST_ROW = 64_000_000
 # Characters. A tokenizer needs some hundred bytes for each.
 LONGEST_TEXT = _LONGEST_PARAGRAPH
-SPLIT = "split its text into several rows; no sample is that long"
+SPLIT_ADVICE = "split its text into several rows; no sample is that long"
 # The byte order mark of UTF-8, at the beginning of files from Windows.
-_MARK = b"\xef\xbb\xbf"
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _MARKS_OF_UTF16 = (b"\xff\xfe", b"\xfe\xff")
 
 
@@ -71,7 +71,7 @@ class Row(NamedTuple):
     """One row of a corpus."""
 
     values: Json
-    place: str
+    location: str
     """Location for errors: `file:line`, or the file's or data set's name with the row's number."""
     share: float = 0.0
     """Share (0 to 1) of the file read when the row is yielded, with read-ahead; 0 if unknown."""
@@ -79,42 +79,42 @@ class Row(NamedTuple):
     """For each column of classes: the class names, in the order of the class numbers."""
 
 
-def read_file(path: str, form: str, document: str = "paragraph") -> Iterator[Row]:
+def read_file(path: str, file_format: str, document_unit: str = "paragraph") -> Iterator[Row]:
     """Yield the rows of a file.
 
     Args:
         path: the file.
-        form: text, jsonl, csv or parquet.
-        document: for text, the unit of a row: paragraph, line or file.
+        file_format: text, jsonl, csv or parquet.
+        document_unit: for text, the unit of a row: paragraph, line or file.
 
     Raises:
         DataError: the file cannot be read, is not of this format, or has no rows.
     """
     try:
-        if size_of(path) == 0:
+        if file_size(path) == 0:
             raise NoRows(f"{path}: is empty; leave it out")
         require_no_pointers([path])
-        kind = document if form == "text" else form
+        reader_name = document_unit if file_format == "text" else file_format
         rows = (
-            _by_datasets(path, form, document)
+            _rows_by_datasets(path, file_format, document_unit)
             if path.endswith(_BY_DATASETS)
-            else _READERS[kind](path)
+            else _READERS[reader_name](path)
         )
-        first = next(rows, None)
-        if first is None:
+        first_row = next(rows, None)
+        if first_row is None:
             raise NoRows(f"{path}: has no rows; leave it out")
-        yield first
+        yield first_row
         yield from rows
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{path}:{_line_without_text(path)}: is not UTF-8: {error.reason}{_guess(path)}"
+            f"{path}:{_first_undecodable_line(path)}: is not UTF-8: {error.reason}{_utf16_hint(path)}"
         ) from None
     except (InputError, ImportError, MemoryError):
         raise
     # Only the readers' own code runs here, and each library has errors of its own for bad files.
     except Exception as error:
         reason = getattr(error, "strerror", None) or first_message_line(error)
-        raise DataError(f"{path}: cannot be read as {form}: {reason}") from error
+        raise DataError(f"{path}: cannot be read as {file_format}: {reason}") from error
 
 
 class RemoteFile(str):
@@ -124,26 +124,26 @@ class RemoteFile(str):
     open: Callable[[], BinaryIO]
 
 
-def size_of(path: str) -> int:
+def file_size(path: str) -> int:
     """Return the bytes of a file."""
     return path.size if isinstance(path, RemoteFile) else os.path.getsize(path)
 
 
-def blocks_hash(path: str, block: int = BLOCK) -> str:
+def blocks_hash(path: str, block_bytes: int = BLOCK) -> str:
     """Return a hash of a file's size and its first, middle and last block of so many bytes.
 
     Of a file that is not larger than a block, it is of the whole contents.
     """
-    size = size_of(path)
-    found = hashlib.blake2b(str(size).encode(), digest_size=16)
-    with _opened(path) as file:
-        for start in sorted({0, max(0, size - block) // 2, max(0, size - block)}):
+    size = file_size(path)
+    file_hash = hashlib.blake2b(str(size).encode(), digest_size=16)
+    with _open_file(path) as file:
+        for start in sorted({0, max(0, size - block_bytes) // 2, max(0, size - block_bytes)}):
             file.seek(start)
-            found.update(file.read(block))
-    return found.hexdigest()
+            file_hash.update(file.read(block_bytes))
+    return file_hash.hexdigest()
 
 
-def _opened(path: str) -> BinaryIO:
+def _open_file(path: str) -> BinaryIO:
     return path.open() if isinstance(path, RemoteFile) else open(path, "rb")
 
 
@@ -152,7 +152,7 @@ class _TextFile:
 
     def __init__(self, path: str) -> None:
         # Closed by `__exit__`.
-        self._raw, self._size = _opened(path), size_of(path)
+        self._raw, self._size = _open_file(path), file_size(path)
         opened = OPENERS.get(os.path.splitext(path)[1])
         self.bytes: BinaryIO = opened(self._raw) if opened else self._raw
 
@@ -169,99 +169,107 @@ class _TextFile:
         return min(1.0, self._raw.tell() / self._size)
 
 
-def _paragraphs(path: str) -> Iterator[Row]:
+def _paragraph_rows(path: str) -> Iterator[Row]:
     line = 1
-    rest = ""
+    incomplete_text = ""
     with (
         _TextFile(path) as file,
-        io.TextIOWrapper(file.bytes, encoding="utf-8-sig") as letters,
+        io.TextIOWrapper(file.bytes, encoding="utf-8-sig") as text_file,
     ):
-        while chunk := letters.read(_LETTERS_AT_ONCE):
+        while chunk := text_file.read(_LETTERS_AT_ONCE):
             # The last part may go on in the next chunk.
-            *whole, rest = _BLANK_LINE.split(rest + chunk)
-            for paragraph in whole:
+            *paragraphs, incomplete_text = _BLANK_LINE.split(incomplete_text + chunk)
+            for paragraph in paragraphs:
                 if paragraph.strip():
                     yield Row({"text": paragraph}, f"{path}:{line}", file.share)
                 # Two more line ends separate it from the next paragraph.
                 line += paragraph.count("\n") + 2
-            if len(rest) > _LONGEST_PARAGRAPH:
-                mend = (
+            if len(incomplete_text) > _LONGEST_PARAGRAPH:
+                remedy = (
                     "`document: line` makes a document of each line, "
                     "`document: file` of the whole file"
                 )
                 raise DataError(
-                    f"{path}:{line}: no blank line ends this paragraph of {len(rest):,} "
-                    f"characters; {mend}"
+                    f"{path}:{line}: no blank line ends this paragraph of {len(incomplete_text):,} "
+                    f"characters; {remedy}"
                 )
-    if rest.strip():
-        yield Row({"text": rest}, f"{path}:{line}", 1.0)
+    if incomplete_text.strip():
+        yield Row({"text": incomplete_text}, f"{path}:{line}", 1.0)
 
 
-def _lines(path: str) -> Iterator[Row]:
-    with _TextFile(path) as file, io.TextIOWrapper(file.bytes, encoding="utf-8-sig") as letters:
-        for number, line in enumerate(letters, 1):
+def _line_rows(path: str) -> Iterator[Row]:
+    with _TextFile(path) as file, io.TextIOWrapper(file.bytes, encoding="utf-8-sig") as text_file:
+        for line_number, line in enumerate(text_file, 1):
             if line.strip():
-                yield Row({"text": line.rstrip("\n")}, f"{path}:{number}", file.share)
+                yield Row({"text": line.rstrip("\n")}, f"{path}:{line_number}", file.share)
 
 
-def _whole(path: str) -> Iterator[Row]:
+def _whole_file_row(path: str) -> Iterator[Row]:
     with _TextFile(path) as file:
         yield Row({"text": file.bytes.read().decode("utf-8-sig")}, f"{path}:1", 1.0)
 
 
-def _json(path: str) -> Iterator[Row]:
+def _json_rows(path: str) -> Iterator[Row]:
     with _TextFile(path) as file:
-        begin = file.bytes.read(_BEGIN).removeprefix(_MARK).lstrip()[:1]
-    return _array(path) if begin == b"[" else _jsonl(path)
+        begin = file.bytes.read(_BEGIN_BYTES).removeprefix(_BYTE_ORDER_MARK).lstrip()[:1]
+    return _json_array_rows(path) if begin == b"[" else _json_line_rows(path)
 
 
-def _array(path: str) -> Iterator[Row]:
+def _json_array_rows(path: str) -> Iterator[Row]:
     """Yield the rows of a file that is one JSON array, which is held in memory."""
     with _TextFile(path) as file:
         text = file.bytes.read().decode("utf-8-sig")
     try:
-        found = parse_json(text)
+        items = parse_json(text)
     except json.JSONDecodeError as error:
         raise DataError(f"{path}:{error.lineno}:{error.colno}: is no JSON: {error.msg}") from None
-    escapes = _has_half_pairs(text)
-    for number, values in enumerate(found, 1):
-        place = f"{path}: row {number}"
+    may_have_half_pairs = _has_half_pairs(text)
+    for row_number, values in enumerate(items, 1):
+        location = f"{path}: row {row_number}"
         if not isinstance(values, dict):
-            raise DataError(f"{place}: is a {type(values).__name__}; it must be an object")
-        if escapes:
-            _refuse_half_pairs(values, place)
-        yield Row(values, place, number / len(found))
+            raise DataError(f"{location}: is a {type(values).__name__}; it must be an object")
+        if may_have_half_pairs:
+            _refuse_half_pairs(values, location)
+        yield Row(values, location, row_number / len(items))
 
 
-def _jsonl(path: str) -> Iterator[Row]:
+def _json_line_rows(path: str) -> Iterator[Row]:
     with _TextFile(path) as file:
-        for number, line in enumerate(
+        for line_number, line in enumerate(
             iter(functools.partial(file.bytes.readline, _LONGEST_ROW + 1), b""), 1
         ):
             # `readline` stops after one byte more than the limit.
             if len(line) > _LONGEST_ROW:
                 raise DataError(
-                    f"{path}:{number}: this row is longer than {_LONGEST_ROW:,} bytes; {SPLIT}"
+                    f"{path}:{line_number}: this row is longer than {_LONGEST_ROW:,} bytes; {SPLIT_ADVICE}"
                 )
-            text = (line.removeprefix(_MARK) if number == 1 else line).decode("utf-8").rstrip()
+            text = (
+                (line.removeprefix(_BYTE_ORDER_MARK) if line_number == 1 else line)
+                .decode("utf-8")
+                .rstrip()
+            )
             if text:
-                yield Row(_object(text, f"{path}:{number}"), f"{path}:{number}", file.share)
+                yield Row(
+                    _parse_json_object(text, f"{path}:{line_number}"),
+                    f"{path}:{line_number}",
+                    file.share,
+                )
 
 
-def _object(text: str, place: str) -> Json:
+def _parse_json_object(text: str, location: str) -> Json:
     try:
-        found = parse_json(text)
+        parsed = parse_json(text)
     except json.JSONDecodeError as error:
         raise DataError(
-            f"{place}:{error.colno}: is no JSON: {error.msg}; a line must be a whole object"
+            f"{location}:{error.colno}: is no JSON: {error.msg}; a line must be a whole object"
         ) from None
-    if not isinstance(found, dict):
+    if not isinstance(parsed, dict):
         raise DataError(
-            f'{place}: is a {type(found).__name__}; a line must be an object, as {{"text": "..."}}'
+            f'{location}: is a {type(parsed).__name__}; a line must be an object, as {{"text": "..."}}'
         )
     if _has_half_pairs(text):
-        _refuse_half_pairs(found, place)
-    return found
+        _refuse_half_pairs(parsed, location)
+    return parsed
 
 
 def _has_half_pairs(text: str) -> bool:
@@ -269,7 +277,7 @@ def _has_half_pairs(text: str) -> bool:
     return "\\ud" in text or "\\uD" in text
 
 
-def _refuse_half_pairs(values: Json, place: str) -> None:
+def _refuse_half_pairs(values: Json, location: str) -> None:
     """Raise DataError where a text has half of a surrogate pair, which no tokenizer accepts.
 
     Only JSON's escapes can express it.
@@ -279,124 +287,128 @@ def _refuse_half_pairs(values: Json, place: str) -> None:
             json.dumps({column: value}, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             half = ascii(error.object[error.start])[1:-1]
-            mend = "give its other half, too, or \\ufffd in its place"
+            remedy = "give its other half, too, or \\ufffd in its place"
             raise DataError(
-                f"{place}: {column!r} has {half}, half of a surrogate pair, which is no character; "
-                f"{mend}"
+                f"{location}: {column!r} has {half}, half of a surrogate pair, which is no character; "
+                f"{remedy}"
             ) from None
 
 
-def _csv(path: str) -> Iterator[Row]:
+def _csv_rows(path: str) -> Iterator[Row]:
     """Yield the rows of a table whose first line names its columns; a cell is text."""
     csv.field_size_limit(_LONGEST_ROW)
     line = 1
     names: list[str] = []
     with (
         _TextFile(path) as file,
-        io.TextIOWrapper(file.bytes, encoding="utf-8-sig", newline="") as letters,
+        io.TextIOWrapper(file.bytes, encoding="utf-8-sig", newline="") as text_file,
     ):
-        first = letters.readline(_LONGEST_ROW)
-        separator = max(SEPARATORS, key=first.count)
-        table = csv.reader(itertools.chain([first], letters), delimiter=separator, strict=True)
+        header_line = text_file.readline(_LONGEST_ROW)
+        separator = max(SEPARATORS, key=header_line.count)
+        table = csv.reader(
+            itertools.chain([header_line], text_file), delimiter=separator, strict=True
+        )
         try:
             for cells in table:
-                place = f"{path}:{line}"
+                location = f"{path}:{line}"
                 line = table.line_num + 1
                 # An empty line; a table of one column has no other form of an empty cell.
                 if not any(map(str.strip, cells)) and len(cells) < 2:
                     continue
                 if not names:
                     names = cells
-                    if again := [name for name in names if names.count(name) > 1]:
-                        raise DataError(f"{place}: two columns are named {again[0]!r}")
+                    if repeated_names := [name for name in names if names.count(name) > 1]:
+                        raise DataError(f"{location}: two columns are named {repeated_names[0]!r}")
                 elif len(cells) != len(names):
-                    mend = f"put a cell with a {separator!r} or a line end in double quotes"
-                    told = f"has {len(cells)} cells, and the first line {len(names)}"
-                    raise DataError(f"{place}: {told}; {mend}")
+                    remedy = f"put a cell with a {separator!r} or a line end in double quotes"
+                    problem = f"has {len(cells)} cells, and the first line {len(names)}"
+                    raise DataError(f"{location}: {problem}; {remedy}")
                 else:
-                    yield Row(dict(zip(names, cells)), place, file.share)
+                    yield Row(dict(zip(names, cells)), location, file.share)
         except csv.Error as error:
-            mend = 'a cell in double quotes ends with one, and has "" for each within'
-            raise DataError(f"{path}:{line}: is no CSV: {error}; {mend}") from None
+            remedy = 'a cell in double quotes ends with one, and has "" for each within'
+            raise DataError(f"{path}:{line}: is no CSV: {error}; {remedy}") from None
 
 
-def _parquet(path: str) -> Iterator[Row]:
+def _parquet_rows(path: str) -> Iterator[Row]:
     from pyarrow import parquet
 
-    with _opened(path) as opened, parquet.ParquetFile(opened) as file:
-        number = 0
+    with _open_file(path) as opened, parquet.ParquetFile(opened) as file:
+        row_number = 0
         rows = max(1, file.metadata.num_rows)
-        described = json.loads((file.schema_arrow.metadata or {}).get(b"huggingface", b"{}"))
-        names = names_of_numbers((described.get("info") or {}).get("features") or {})
+        description = json.loads((file.schema_arrow.metadata or {}).get(b"huggingface", b"{}"))
+        names = class_names_by_column((description.get("info") or {}).get("features") or {})
         for batch in file.iter_batches(_ROWS_AT_ONCE):
             for values in batch.to_pylist():
-                number += 1
-                yield Row(values, f"{path}: row {number}", number / rows, names)
+                row_number += 1
+                yield Row(values, f"{path}: row {row_number}", row_number / rows, names)
 
 
-def names_of_numbers(features: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+def class_names_by_column(features: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     """Return the class names of each column of classes, or of lists of classes.
 
     features: Hugging Face's description of a data set's columns.
     """
-    found = {}
+    names_by_column = {}
     for column, feature in features.items():
         inner = feature
         # The description of a list keeps that of its elements under "feature".
         while isinstance(inner, Mapping) and isinstance(inner.get("feature"), Mapping):
             inner = inner["feature"]
         if isinstance(inner, Mapping) and inner.get("_type") == "ClassLabel":
-            found[column] = tuple(inner.get("names") or ())
-    return found
+            names_by_column[column] = tuple(inner.get("names") or ())
+    return names_by_column
 
 
-def _by_datasets(path: str, form: str, document: str) -> Iterator[Row]:
+def _rows_by_datasets(path: str, file_format: str, document_unit: str) -> Iterator[Row]:
     """Yield the rows of a .zst, .lz4 or .zip file."""
     import datasets
 
     if isinstance(path, RemoteFile):
         raise DataError(f"{path}: .zst, .lz4 and .zip cannot be streamed; use .gz, or unpack it")
-    if form not in _LOADER:
-        raise DataError(f"{path}: {form} is not read from .zst, .lz4 and .zip; unpack this file")
-    by = "document" if document == "file" else document
-    options: Json = {"sample_by": by} if form == "text" else {}
-    try:
-        found = datasets.load_dataset(
-            _LOADER[form], data_files=[path], split="train", streaming=True, **options
+    if file_format not in _LOADER:
+        raise DataError(
+            f"{path}: {file_format} is not read from .zst, .lz4 and .zip; unpack this file"
         )
-        for number, values in enumerate(found, 1):
-            place = f"{path}: row {number}"
-            if form == "text" and by == "paragraph":
+    sample_unit = "document" if document_unit == "file" else document_unit
+    options: Json = {"sample_by": sample_unit} if file_format == "text" else {}
+    try:
+        dataset = datasets.load_dataset(
+            _LOADER[file_format], data_files=[path], split="train", streaming=True, **options
+        )
+        for row_number, values in enumerate(dataset, 1):
+            location = f"{path}: row {row_number}"
+            if file_format == "text" and sample_unit == "paragraph":
                 parts = _BLANK_LINE.split(values["text"])
-                yield from (Row({"text": part}, place) for part in parts if part.strip())
+                yield from (Row({"text": part}, location) for part in parts if part.strip())
             else:
-                yield Row(values, place)
+                yield Row(values, location)
     # For an empty file, `datasets` lets StopIteration out of a generator. Python makes it
     # RuntimeError.
     except RuntimeError as error:
         if not isinstance(error.__cause__, StopIteration):
             raise DataError(
-                f"{path}: cannot be read as {form}: {first_message_line(error)}"
+                f"{path}: cannot be read as {file_format}: {first_message_line(error)}"
             ) from error
         raise DataError(f"{path}: has no rows") from error
 
 
-def _line_without_text(path: str) -> int:
+def _first_undecodable_line(path: str) -> int:
     with _TextFile(path) as file:
-        for number, line in enumerate(file.bytes, 1):
+        for line_number, line in enumerate(file.bytes, 1):
             try:
                 line.decode("utf-8")
             except UnicodeDecodeError:
-                return number
+                return line_number
     return 1
 
 
-def _guess(path: str) -> str:
+def _utf16_hint(path: str) -> str:
     with _TextFile(path) as file:
         return "; it begins as UTF-16 does" if file.bytes.read(2) in _MARKS_OF_UTF16 else ""
 
 
 _READERS: dict[str, Callable[[str], Iterator[Row]]] = {
-    "paragraph": _paragraphs, "line": _lines, "file": _whole, "jsonl": _json, "csv": _csv,
-    "parquet": _parquet,
+    "paragraph": _paragraph_rows, "line": _line_rows, "file": _whole_file_row, "jsonl": _json_rows, "csv": _csv_rows,
+    "parquet": _parquet_rows,
 }  # fmt: skip

@@ -37,14 +37,14 @@ def cut_padding(batch: dict[str, torch.Tensor], buckets: Sequence[int]) -> dict[
     mask = batch.get("attention_mask")
     if mask is None:
         return batch
-    whole = mask.shape[1]
-    needed = int(mask.sum(1).max())
-    length = next((bucket for bucket in buckets if bucket >= needed), whole)
+    padded_length = mask.shape[1]
+    longest = int(mask.sum(1).max())
+    length = next((bucket for bucket in buckets if bucket >= longest), padded_length)
     # Some tokenizers pad on the left. All rows are summed, as an empty text shows no side.
     on_the_left = mask[:, 0].sum() < mask[:, -1].sum()
-    kept = slice(whole - length, whole) if on_the_left else slice(length)
+    kept_slice = slice(padded_length - length, padded_length) if on_the_left else slice(length)
     return {
-        name: value[:, kept].contiguous() if value.shape[1:2] == (whole,) else value
+        name: value[:, kept_slice].contiguous() if value.shape[1:2] == (padded_length,) else value
         for name, value in batch.items()
     }
 

@@ -30,10 +30,10 @@ class Tokens(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, place: slice, /) -> _Ints: ...
+    def __getitem__(self, token_slice: slice, /) -> _Ints: ...
 
 
-class _Joined:
+class _JoinedShards:
     """Shards as one sequence; a slice that spans two shards is a copy."""
 
     def __init__(self, shards: Sequence[_Ints]) -> None:
@@ -43,23 +43,26 @@ class _Joined:
     def __len__(self) -> int:
         return (len(self.shards) - 1) * self.size + len(self.shards[-1])
 
-    def __getitem__(self, place: slice) -> _Ints:
-        start, stop, _ = place.indices(len(self))
+    def __getitem__(self, token_slice: slice) -> _Ints:
+        start, stop, _ = token_slice.indices(len(self))
         stop = max(start, stop)
-        numbers = range(start // self.size, max(start, stop - 1) // self.size + 1)
+        shard_indices = range(start // self.size, max(start, stop - 1) // self.size + 1)
         parts = [
-            self.shards[n][max(0, start - n * self.size) : stop - n * self.size] for n in numbers
+            self.shards[shard_index][
+                max(0, start - shard_index * self.size) : stop - shard_index * self.size
+            ]
+            for shard_index in shard_indices
         ]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def joined(base: Path) -> Tokens:
+def join_shards(base: Path) -> Tokens:
     """Return the tokens of all shards with this base name."""
-    shards = [mapped(path, np.uint32) for path in shard_paths(base)]
-    return shards[0] if len(shards) == 1 else _Joined(shards)
+    shards = [map_file(path, np.uint32) for path in shard_paths(base)]
+    return shards[0] if len(shards) == 1 else _JoinedShards(shards)
 
 
-def mapped(path: Path, dtype: type[_Scalar]) -> NDArray[_Scalar]:
+def map_file(path: Path, dtype: type[_Scalar]) -> NDArray[_Scalar]:
     """Return a file as an array that is mapped into memory."""
     # A plain array, as slices of np.memmap take five times as long; an empty file cannot be mapped.
     return (
@@ -74,18 +77,22 @@ def shard_paths(base: Path) -> list[Path]:
     return sorted(base.parent.glob(f"{base.name}.*.u32"))
 
 
-def wrong(base: Path, tokens: int) -> str:
-    """Return why the first `tokens` tokens of interrupted shards are not intact, or ""."""
-    full, rest = divmod(tokens, SHARD)
+def shard_damage(base_path: Path, token_count: int) -> str:
+    """Return why the first `token_count` tokens of interrupted shards are not intact, or ""."""
+    full_shards, last_shard_tokens = divmod(token_count, SHARD)
     reasons = (
-        reason_seal_is_invalid(single_file_seal_path(_path(base, number))) for number in range(full)
+        reason_seal_is_invalid(single_file_seal_path(_shard_path(base_path, shard_index)))
+        for shard_index in range(full_shards)
     )
-    last = _path(base, full)
+    last_path = _shard_path(base_path, full_shards)
     # The last shard is not sealed yet; only its size can be checked.
-    short = rest and (last.stat().st_size if last.exists() else 0) < rest * _BYTES
+    is_short = (
+        last_shard_tokens
+        and (last_path.stat().st_size if last_path.exists() else 0) < last_shard_tokens * _BYTES
+    )
     return next(
-        (why for why in reasons if why),
-        f"{last}: is shorter than its recorded size" if short else "",
+        (reason for reason in reasons if reason),
+        f"{last_path}: is shorter than its recorded size" if is_short else "",
     )
 
 
@@ -95,38 +102,38 @@ class ShardWriter:
     It keeps the first `tokens` tokens, which `wrong` has found intact, and removes all after them.
     """
 
-    def __init__(self, base: Path, tokens: int) -> None:
+    def __init__(self, base: Path, token_count: int) -> None:
         # A rewritten shard is a new file, as another process may have mapped the earlier one.
         self.base = base
-        self.number, rest = divmod(tokens, SHARD)
-        self.room = SHARD - rest
-        for path in shard_paths(base)[self.number + bool(rest) :]:
+        self.shard_index, last_shard_tokens = divmod(token_count, SHARD)
+        self.room_left = SHARD - last_shard_tokens
+        for path in shard_paths(base)[self.shard_index + bool(last_shard_tokens) :]:
             path.unlink()
             single_file_seal_path(path).unlink(missing_ok=True)
-        self.file: IO[bytes] = self._path.open("r+b" if rest else "wb")
-        self.file.truncate(rest * _BYTES)
+        self.file: IO[bytes] = self._current_path.open("r+b" if last_shard_tokens else "wb")
+        self.file.truncate(last_shard_tokens * _BYTES)
         self.file.seek(0, os.SEEK_END)
-        single_file_seal_path(self._path).unlink(missing_ok=True)
+        single_file_seal_path(self._current_path).unlink(missing_ok=True)
 
     @property
-    def _path(self) -> Path:
-        return _path(self.base, self.number)
+    def _current_path(self) -> Path:
+        return _shard_path(self.base, self.shard_index)
 
-    def write(self, ids: _Ints) -> None:
+    def append_tokens(self, ids: _Ints) -> None:
         """Append tokens, (tokens,) uint32."""
-        while len(ids) >= self.room:
+        while len(ids) >= self.room_left:
             # NumPy's `tofile` does not report a full disk as such, only the amount written.
-            self.file.write(ids[: self.room].data)
+            self.file.write(ids[: self.room_left].data)
             self.file.close()
-            seal_files(single_file_seal_path(self._path), [self._path])
-            ids = ids[self.room :]
-            self.room = SHARD
-            self.number = self.number + 1
-            self.file = self._path.open("wb")
+            seal_files(single_file_seal_path(self._current_path), [self._current_path])
+            ids = ids[self.room_left :]
+            self.room_left = SHARD
+            self.shard_index = self.shard_index + 1
+            self.file = self._current_path.open("wb")
         self.file.write(ids.data)
-        self.room -= len(ids)
+        self.room_left -= len(ids)
 
-    def sync(self) -> None:
+    def flush_to_disk(self) -> None:
         """Force all written tokens to the disk."""
         self.file.flush()
         os.fsync(self.file.fileno())
@@ -136,5 +143,5 @@ class ShardWriter:
         self.file.close()
 
 
-def _path(base: Path, number: int) -> Path:
-    return base.with_name(f"{base.name}.{number:05}.u32")
+def _shard_path(base: Path, shard_index: int) -> Path:
+    return base.with_name(f"{base.name}.{shard_index:05}.u32")

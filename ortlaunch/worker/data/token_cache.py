@@ -28,15 +28,15 @@ from ortlaunch.errors import DamagedFile
 from ortlaunch.json_types import Json
 from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.run_folder.folder import is_temporary_file, read_own_json, write_json_atomically
-from ortlaunch.worker.data.corpus import documents_read, fingerprint
+from ortlaunch.worker.data.corpus import corpus_fingerprint, read_documents
 from ortlaunch.worker.data.shards import (
     SHARD,
     ShardWriter,
     Tokens,
-    joined,
-    mapped,
+    join_shards,
+    map_file,
+    shard_damage,
     shard_paths,
-    wrong,
 )
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ _SAVE_SECONDS = 5.0
 _SHOW_SECONDS = 0.5
 
 
-def silent(text: str) -> None:
+def ignore_progress(text: str) -> None:
     """Ignore a progress message."""
 
 
@@ -64,7 +64,7 @@ class Documents(NamedTuple):
     """(documents,) int64: the end of each document in `tokens`; a document may have no tokens."""
 
 
-class Work(NamedTuple):
+class TokenizeWork(NamedTuple):
     """Items to tokenize: texts, or other objects that have a length and that `encode` accepts."""
 
     key: str
@@ -90,30 +90,34 @@ class Encoded(NamedTuple):
     chunk: Chunk
 
 
-class Written(NamedTuple):
+class WriteProgress(NamedTuple):
     """The progress of unfinished files: documents and tokens written."""
 
     documents: int = 0
     tokens: int = 0
 
 
-def begin_of_text(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def begin_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the tokens that the tokenizer puts before a text, for example Llama's <s>."""
     # The tokenizer's models have seen no text without them.
-    whole, alone = (
+    ids_with_begin, plain_ids = (
         tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False)
     )
-    starts = (start for start in range(len(whole)) if whole[start : start + len(alone)] == alone)
-    begin: list[int] = whole[: next(starts, 0)]
+    starts = (
+        start
+        for start in range(len(ids_with_begin))
+        if ids_with_begin[start : start + len(plain_ids)] == plain_ids
+    )
+    begin: list[int] = ids_with_begin[: next(starts, 0)]
     return begin
 
 
-def tokenized_documents(
+def tokenize_documents(
     source: str | Corpus,
     tokenizer: PreTrainedTokenizerBase,
     end_of_text: bool,
     begin: Sequence[int] = (),
-    show_progress: ShowProgress = silent,
+    show_progress: ShowProgress = ignore_progress,
 ) -> Documents:
     """Return the token ids of a corpus, with the ends of its documents.
 
@@ -124,25 +128,27 @@ def tokenized_documents(
         begin: tokens before each document.
         show_progress: called with progress messages.
     """
-    settings, encode = marked(tokenizer, end_of_text, begin)
-    key = f"texts with ends {fingerprint(source)} {settings}"
-    return stored(Work(key, lambda: documents_read(source), encode), show_progress)
+    settings, encode = marking_encoder(tokenizer, end_of_text, begin)
+    key = f"texts with ends {corpus_fingerprint(source)} {settings}"
+    return load_or_write_tokens(
+        TokenizeWork(key, lambda: read_documents(source), encode), show_progress
+    )
 
 
-def marked(
-    tokenizer: PreTrainedTokenizerBase, end_of_text: bool, begin: Sequence[int]
+def marking_encoder(
+    tokenizer: PreTrainedTokenizerBase, end_of_text: bool, begin_ids: Sequence[int]
 ) -> tuple[str, Callable[[list[str]], Iterable[Sequence[int]]]]:
     """Return the function from texts to tokens with marks, and a text that determines it."""
-    end = [tokenizer.eos_token_id] if end_of_text and tokenizer.eos_token_id is not None else []
-    encode = _encoder(tokenizer)
+    end_ids = [tokenizer.eos_token_id] if end_of_text and tokenizer.eos_token_id is not None else []
+    encode = _plain_encoder(tokenizer)
 
-    def between_marks(texts: list[str]) -> Iterator[list[int]]:
-        return ([*begin, *ids, *end] for ids in encode(texts))
+    def encode_with_marks(texts: list[str]) -> Iterator[list[int]]:
+        return ([*begin_ids, *ids, *end_ids] for ids in encode(texts))
 
-    return f"{[*begin]} {end} {vocabulary_of(tokenizer)}", between_marks
+    return f"{[*begin_ids]} {end_ids} {tokenizer_fingerprint(tokenizer)}", encode_with_marks
 
 
-def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> str:
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return a text that determines how the tokenizer splits texts, for a cache key."""
     return (
         tokenizer.backend_tokenizer.to_str()
@@ -151,22 +157,26 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> str:
     )
 
 
-def stored(work: Work, show_progress: ShowProgress = silent) -> Documents:
+def load_or_write_tokens(
+    tokenize_work: TokenizeWork, show_progress: ShowProgress = ignore_progress
+) -> Documents:
     """Return the tokens from the cache; the first process writes them, the others wait."""
     base = (
         make_cache_folder("tokens")
-        / hashlib.sha256(f"{SHARD} {work.key}".encode()).hexdigest()[:16]
+        / hashlib.sha256(f"{SHARD} {tokenize_work.key}".encode()).hexdigest()[:16]
     )
-    with _alone(base, show_progress):
+    with _wait_for_lock(base, show_progress):
         rebuild_if_changed(
-            base.with_suffix(".seal"), lambda: _write_tokens(base, work, show_progress)
+            base.with_suffix(".seal"), lambda: _write_tokens(base, tokenize_work, show_progress)
         )
         # Removed only after the seal, as sealing may be interrupted too.
         base.with_suffix(".written").unlink(missing_ok=True)
-    return Documents(joined(base), mapped(base.with_suffix(".ends"), np.int64))
+    return Documents(join_shards(base), map_file(base.with_suffix(".ends"), np.int64))
 
 
-def _alone(base: Path, show_progress: ShowProgress) -> contextlib.AbstractContextManager[object]:
+def _wait_for_lock(
+    base: Path, show_progress: ShowProgress
+) -> contextlib.AbstractContextManager[object]:
     """Acquire the lock of a corpus; report the waiting time each second."""
     lock = FileLock(base.with_suffix(".lock"))
     seconds = 0
@@ -178,104 +188,120 @@ def _alone(base: Path, show_progress: ShowProgress) -> contextlib.AbstractContex
             show_progress(f"waiting for another process that tokenizes, {seconds} s")
 
 
-def _write_tokens(base: Path, work: Work, show_progress: ShowProgress) -> list[Path]:
+def _write_tokens(base: Path, work: TokenizeWork, show_progress: ShowProgress) -> list[Path]:
     """Write all documents that are not written yet; return the files."""
-    ends = base.with_suffix(".ends")
-    note = base.with_suffix(".written")
+    ends_path = base.with_suffix(".ends")
+    progress_path = base.with_suffix(".written")
     # A process killed while it wrote a note or a seal left a temporary file. This process has the
     # lock, so no other one is writing them.
-    for left in filter(is_temporary_file, base.parent.glob(f".{base.name}.*")):
-        left.unlink()
-    before = _written(base, ends, note)
-    unwritten = chunks(itertools.islice(work.items(), before.documents, None))
+    for temporary_file in filter(is_temporary_file, base.parent.glob(f".{base.name}.*")):
+        temporary_file.unlink()
+    earlier_progress = _interrupted_progress(base, ends_path, progress_path)
+    unwritten = split_into_chunks(itertools.islice(work.items(), earlier_progress.documents, None))
     # A new file is made, as another process may have mapped the earlier one.
-    if not before.documents:
-        ends.unlink(missing_ok=True)
-    with contextlib.closing(ShardWriter(base, before.tokens)) as tokens, ends.open("ab") as after:
+    if not earlier_progress.documents:
+        ends_path.unlink(missing_ok=True)
+    with (
+        contextlib.closing(ShardWriter(base, earlier_progress.tokens)) as tokens,
+        ends_path.open("ab") as ends_file,
+    ):
         # 8 bytes (int64) for each document; ends written after the last save are dropped.
-        after.truncate(before.documents * 8)
-        _write(tokens, after, note, before, encoded(unwritten, work.encode), show_progress)
-    return [*shard_paths(base), ends]
+        ends_file.truncate(earlier_progress.documents * 8)
+        _write_chunks(
+            tokens,
+            ends_file,
+            progress_path,
+            earlier_progress,
+            encode_chunks(unwritten, work.encode),
+            show_progress,
+        )
+    return [*shard_paths(base), ends_path]
 
 
-def _written(base: Path, ends: Path, note: Path) -> Written:
+def _interrupted_progress(base: Path, ends_path: Path, progress_path: Path) -> WriteProgress:
     """Return the progress of an interrupted process, or none if its files cannot be continued."""
-    if not all(path.exists() for path in (ends, note)):
-        return Written()
+    if not all(path.exists() for path in (ends_path, progress_path)):
+        return WriteProgress()
     try:
-        found = Written(**read_own_json(note))
+        progress = WriteProgress(**read_own_json(progress_path))
     except (DamagedFile, TypeError):
-        return Written()
-    whole = ends.stat().st_size >= found.documents * 8 and not wrong(base, found.tokens)
-    return found if whole else Written()
+        return WriteProgress()
+    is_whole = ends_path.stat().st_size >= progress.documents * 8 and not shard_damage(
+        base, progress.tokens
+    )
+    return progress if is_whole else WriteProgress()
 
 
-def _write(
+def _write_chunks(
     tokens: ShardWriter,
-    after: IO[bytes],
-    note: Path,
-    done: Written,
-    encoded: Iterable[Encoded],
+    ends_file: IO[bytes],
+    progress_path: Path,
+    progress: WriteProgress,
+    encoded_chunks: Iterable[Encoded],
     show_progress: ShowProgress,
 ) -> None:
     began = time.monotonic()
-    before = done.tokens
-    saved = time.monotonic()
-    shown = 0.0
-    for ids, sizes, chunk in encoded:
-        tokens.write(ids)
-        after.write((done.tokens + np.cumsum(sizes, dtype=np.int64)).data)
-        done = Written(done.documents + len(chunk.items), done.tokens + len(ids))
-        now = time.monotonic()
-        if now - saved >= _SAVE_SECONDS:
-            _save(tokens, after, note, done)
-            saved = now
-        if now - shown >= _SHOW_SECONDS:
-            rate = (done.tokens - before) / max(now - began, 1e-9)
+    tokens_before = progress.tokens
+    saved_at = time.monotonic()
+    shown_at = 0.0
+    for ids, sizes, chunk in encoded_chunks:
+        tokens.append_tokens(ids)
+        ends_file.write((progress.tokens + np.cumsum(sizes, dtype=np.int64)).data)
+        progress = WriteProgress(progress.documents + len(chunk.items), progress.tokens + len(ids))
+        current_time = time.monotonic()
+        if current_time - saved_at >= _SAVE_SECONDS:
+            _save_progress(tokens, ends_file, progress_path, progress)
+            saved_at = current_time
+        if current_time - shown_at >= _SHOW_SECONDS:
+            rate = (progress.tokens - tokens_before) / max(current_time - began, 1e-9)
             show_progress(
-                f"tokenizing {chunk.share:4.0%}: {done.documents:,} documents, "
-                f"{done.tokens:,} tokens, {rate:,.0f}/s"
+                f"tokenizing {chunk.share:4.0%}: {progress.documents:,} documents, "
+                f"{progress.tokens:,} tokens, {rate:,.0f}/s"
             )
-            shown = now
-    _save(tokens, after, note, done)
+            shown_at = current_time
+    _save_progress(tokens, ends_file, progress_path, progress)
 
 
-def _save(tokens: ShardWriter, after: IO[bytes], note: Path, done: Written) -> None:
+def _save_progress(
+    tokens: ShardWriter, ends_file: IO[bytes], progress_path: Path, progress: WriteProgress
+) -> None:
     """Save the progress, from which another process can continue."""
     # The note comes last: it must not count data that is not on the disk.
-    tokens.sync()
-    after.flush()
-    os.fsync(after.fileno())
-    write_json_atomically(note, done._asdict())
+    tokens.flush_to_disk()
+    ends_file.flush()
+    os.fsync(ends_file.fileno())
+    write_json_atomically(progress_path, progress._asdict())
 
 
-def encoded(
+def encode_chunks(
     chunks: Iterator[Chunk], encode: Callable[[list[Any]], Iterable[Sequence[int]]]
 ) -> Iterator[Encoded]:
     """Yield the token ids of each chunk; the next chunk is read while one is tokenized."""
 
-    def ids_of(chunk: Chunk) -> Encoded:
+    def encode_chunk(chunk: Chunk) -> Encoded:
         sizes: list[int] = []
 
-        def counted() -> Iterator[Sequence[int]]:
+        def encode_and_count() -> Iterator[Sequence[int]]:
             for ids in encode(chunk.items):
                 sizes.append(len(ids))
                 yield ids
 
-        found = np.fromiter(itertools.chain.from_iterable(counted()), dtype=np.uint32)
-        return Encoded(found, sizes, chunk)
+        token_ids = np.fromiter(itertools.chain.from_iterable(encode_and_count()), dtype=np.uint32)
+        return Encoded(token_ids, sizes, chunk)
 
     with ThreadPoolExecutor(1) as thread:
-        first = next(chunks, None)
-        waiting = thread.submit(ids_of, first) if first else None
-        while waiting:
-            found = waiting
+        first_chunk = next(chunks, None)
+        pending = thread.submit(encode_chunk, first_chunk) if first_chunk else None
+        while pending:
+            finished = pending
             following = next(chunks, None)
-            waiting = thread.submit(ids_of, following) if following else None
-            yield found.result()
+            pending = thread.submit(encode_chunk, following) if following else None
+            yield finished.result()
 
 
-def _encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[str]], Iterable[Sequence[int]]]:
+def _plain_encoder(
+    tokenizer: PreTrainedTokenizerBase,
+) -> Callable[[list[str]], Iterable[Sequence[int]]]:
     """Return the function from texts to token ids without special tokens."""
     if not tokenizer.is_fast:
         options: Json = {
@@ -286,7 +312,7 @@ def _encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[str]], Iterab
         return lambda texts: tokenizer(texts, **options)["input_ids"]
     backend = plain_backend(tokenizer)
     return lambda texts: (
-        found.ids for found in backend.encode_batch_fast(texts, add_special_tokens=False)
+        encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)
     )
 
 
@@ -301,16 +327,16 @@ def plain_backend(tokenizer: PreTrainedTokenizerBase) -> Any:
     return backend
 
 
-def chunks(items: Iterable[tuple[Any, float]]) -> Iterator[Chunk]:
+def split_into_chunks(items: Iterable[tuple[Any, float]]) -> Iterator[Chunk]:
     """Yield chunks that are bounded in documents and characters, which bounds memory."""
-    taken = list[object]()
-    letters = 0
+    chunk_items = list[object]()
+    characters = 0
     for item, share in items:
-        taken.append(item)
-        letters += len(item)
-        if len(taken) == _DOCUMENTS_AT_ONCE or letters >= _LETTERS_AT_ONCE:
-            yield Chunk(taken, share)
-            taken = []
-            letters = 0
-    if taken:
-        yield Chunk(taken, 1.0)
+        chunk_items.append(item)
+        characters += len(item)
+        if len(chunk_items) == _DOCUMENTS_AT_ONCE or characters >= _LETTERS_AT_ONCE:
+            yield Chunk(chunk_items, share)
+            chunk_items = []
+            characters = 0
+    if chunk_items:
+        yield Chunk(chunk_items, 1.0)

@@ -19,13 +19,13 @@ from ortlaunch.recipe.fields.data import Data, TokenizerTraining, is_chat
 from ortlaunch.recipe.fields.prompts import CHAT_TEMPLATES
 from ortlaunch.recipe.inputs import files_read, require_no_pointers
 from ortlaunch.worker.data.chat_rows import chat_texts
-from ortlaunch.worker.data.corpus import documents_read, fingerprint
+from ortlaunch.worker.data.corpus import corpus_fingerprint, read_documents
 from ortlaunch.worker.data.streams.hub import hub_reason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_BERT_WORDS = {
+_BERT_TOKENS = {
     "pad_token": "[PAD]",
     "unk_token": "[UNK]",
     "cls_token": "[CLS]",
@@ -33,93 +33,97 @@ _BERT_WORDS = {
     "mask_token": "[MASK]",
 }
 # The library's default limit: rarer characters would fill the vocabulary.
-_MOST_LETTERS = 1000
+_MAX_CHARACTERS = 1000
 # What both trainers take for the begin of one word, as in base64 or in a text without blanks.
 _LONG_WORD = re.compile(r"\w{1000}|[^\w\s]{1000}")
-_LLAMA_WORDS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "</s>"}
+_LLAMA_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "</s>"}
 
 
-def load_tokenizer(data: Data, kept: Path | None = None) -> Any:
+def load_tokenizer(data: Data, kept_folder: Path | None = None) -> Any:
     """Return the tokenizer of a recipe; None if the recipe has none.
 
     Args:
         data: the recipe's data fields.
-        kept: folder of the tokenizer that existing weights were trained with; None: as `data`.
+        kept_folder: folder of the tokenizer that existing weights were trained with; None: as `data`.
 
     Raises:
         InputError: the tokenizer is neither a folder nor reachable on the hub.
     """
     if data.tokenizer is None:
         return None
-    tokenizer = _loaded(data, kept)
-    if kept is None and (data.special_tokens or data.added_tokens):
+    tokenizer = _load_or_train(data, kept_folder)
+    if kept_folder is None and (data.special_tokens or data.added_tokens):
         tokenizer.add_special_tokens(data.special_tokens)
         tokenizer.add_tokens([*data.added_tokens], special_tokens=True)
     # A kept tokenizer was saved with the chat template of its training.
-    if data.chat_template is not None and kept is None:
-        tokenizer.chat_template = _template(data.chat_template)
+    if data.chat_template is not None and kept_folder is None:
+        tokenizer.chat_template = _template_text(data.chat_template)
     return tokenizer
 
 
-def tokens_without_weights(data: Data, tokenizer: Any, rows: int) -> list[str]:
+def tokens_without_weights(data: Data, tokenizer: Any, embedding_rows: int) -> list[str]:
     """Return the tokens that pretrained weights have not been trained on, without the padding.
 
     Args:
         data: the recipe's data fields.
         tokenizer: the tokenizer that they make.
-        rows: rows of the pretrained embeddings.
+        embedding_rows: rows of the pretrained embeddings.
     """
     names = {*data.special_tokens.values(), *data.added_tokens}
     # A row of the embeddings may be spare, and its token new.
-    own = _loaded(data, None).get_vocab() if names else {}
+    own_vocabulary = _load_or_train(data, None).get_vocab() if names else {}
     return sorted(
-        word for word, number in tokenizer.get_vocab().items()
-        if word != tokenizer.pad_token and (number >= rows or (word in names and word not in own))
-    )  # fmt: skip
+        word
+        for word, token_id in tokenizer.get_vocab().items()
+        if word != tokenizer.pad_token
+        and (token_id >= embedding_rows or (word in names and word not in own_vocabulary))
+    )
 
 
-def _template(given: str) -> str:
+def _template_text(template_or_path: str) -> str:
     """Return the text of a chat template, which is given by name, directly or as a file name."""
-    if given in CHAT_TEMPLATES:
-        return CHAT_TEMPLATES[given]
+    if template_or_path in CHAT_TEMPLATES:
+        return CHAT_TEMPLATES[template_or_path]
     # Every template has braces; a file name with braces is not supported.
-    if "{" in given:
-        return given
-    require_no_pointers([given])
+    if "{" in template_or_path:
+        return template_or_path
+    require_no_pointers([template_or_path])
     try:
-        return Path(given).read_text(encoding="utf-8")
+        return Path(template_or_path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or error
+        reason = getattr(error, "strerror", None) or error
         raise InputError(
-            f"data.chat_template: cannot read {given}: {why}; the text of a template contains "
+            f"data.chat_template: cannot read {template_or_path}: {reason}; the text of a template contains "
             "{{ }}"
         ) from None
 
 
-def pinned(name: str) -> str:
+def pinned_folder(model_name: str) -> str:
     """Return the local folder of a hub id with a revision, NAME@REVISION; any other name as is.
 
     Raises:
         OSError: the hub has no such revision, or cannot be reached.
     """
-    repository, mark, revision = name.partition("@")
-    if not mark or os.path.exists(name):
-        return name
+    repository, mark, revision = model_name.partition("@")
+    if not mark or os.path.exists(model_name):
+        return model_name
     from huggingface_hub import snapshot_download
 
     # Copies of the weights in formats that transformers does not read.
-    others = ["original/*", "*.gguf", "*.onnx", "*.h5", "*.msgpack"]
-    return snapshot_download(repository, revision=revision, ignore_patterns=others)
+    ignored_patterns = ["original/*", "*.gguf", "*.onnx", "*.h5", "*.msgpack"]
+    return snapshot_download(repository, revision=revision, ignore_patterns=ignored_patterns)
 
 
-def _loaded(data: Data, kept: Path | None) -> Any:
+def _load_or_train(data: Data, kept_folder: Path | None) -> Any:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if isinstance(data.tokenizer, TokenizerTraining):
-        return PreTrainedTokenizerFast.from_pretrained(kept or _trained(data, data.tokenizer))
-    require_no_pointers(files_read("data.tokenizer", str(kept or data.tokenizer)))
+        return PreTrainedTokenizerFast.from_pretrained(
+            kept_folder or _train_if_not_cached(data, data.tokenizer)
+        )
+    require_no_pointers(files_read("data.tokenizer", str(kept_folder or data.tokenizer)))
     try:
-        return AutoTokenizer.from_pretrained(kept or pinned(str(data.tokenizer)))
+        return AutoTokenizer.from_pretrained(kept_folder or pinned_folder(str(data.tokenizer)))
     except (OSError, ValueError) as error:
         raise InputError(
             f"data.tokenizer: cannot load {data.tokenizer!r}: {hub_reason(error, str(data.tokenizer))}; "
@@ -127,9 +131,9 @@ def _loaded(data: Data, kept: Path | None) -> Any:
         ) from None
 
 
-def _trained(data: Data, training: TokenizerTraining) -> Path:
+def _train_if_not_cached(data: Data, training: TokenizerTraining) -> Path:
     """Return the folder of the tokenizer trained on the corpus; train it if it is not cached."""
-    corpus = " ".join(fingerprint(part.source) for part in data.parts)
+    corpus = " ".join(corpus_fingerprint(part.source) for part in data.parts)
     key = hashlib.sha256(f"{corpus} {training.train} {training.vocab_size}".encode()).hexdigest()[
         :16
     ]
@@ -142,81 +146,88 @@ def _trained(data: Data, training: TokenizerTraining) -> Path:
 
 def _train_into(folder: Path, data: Data, training: TokenizerTraining) -> list[Path]:
     """Train and write a tokenizer; return its files."""
-    make = _wordpiece if training.train == "wordpiece" else _bpe
-    trained = make(data, training.vocab_size)
+    train_tokenizer = _train_wordpiece if training.train == "wordpiece" else _train_bpe
+    trained = train_tokenizer(data, training.vocab_size)
     shutil.rmtree(folder, ignore_errors=True)
     trained.save_pretrained(folder)
     return [path for path in folder.rglob("*") if path.is_file()]
 
 
-def _texts(data: Data) -> Iterator[str]:
+def _training_texts(data: Data) -> Iterator[str]:
     """Yield the texts of all sources, one source after the other; weights do not matter."""
     for part in data.parts:
         for text in (
             chat_texts(part.source)
             if is_chat(part.source)
-            else (text for text, _ in documents_read(part.source, lists=True))
+            else (text for text, _ in read_documents(part.source, joins_lists=True))
         ):
             # The training's time grows with the square of a word's length.
-            cut, count = _LONG_WORD.subn(r"\g<0> ", text)
+            shortened_text, count = _LONG_WORD.subn(r"\g<0> ", text)
             if count:
                 add_cache_note(
                     "data.tokenizer: words of more than 1,000 characters were cut to train it"
                 )
-            yield cut
+            yield shortened_text
 
 
-def _wordpiece(data: Data, vocab_size: int) -> PreTrainedTokenizerBase:
+def _train_wordpiece(data: Data, vocab_size: int) -> PreTrainedTokenizerBase:
     """Return a trained WordPiece tokenizer with the settings of BERT's."""
     # Trained twice: in a single pass the library numbers the `##x` tokens in the order of a hash
     # table, which differs between processes. The second pass has them in a fixed order.
     from tokenizers import decoders, models, processors
     from transformers import PreTrainedTokenizerFast
 
-    special = list(_BERT_WORDS.values())
+    special = list(_BERT_TOKENS.values())
     counts = Counter[str]()
-    found = _wordpiece_vocabulary(_counting(_texts(data), counts), 0, [], None)
-    letters = sorted((c for c in counts if c in found), key=lambda c: (-counts[c], c))[
-        :_MOST_LETTERS
+    all_characters = _train_wordpiece_vocabulary(
+        _count_characters(_training_texts(data), counts), 0, [], None
+    )
+    characters = sorted((c for c in counts if c in all_characters), key=lambda c: (-counts[c], c))[
+        :_MAX_CHARACTERS
     ]
-    pieces = [f"##{c}" for c in sorted(letters) if f"##{c}" in found]
-    vocabulary = _wordpiece_vocabulary(_texts(data), vocab_size, special + pieces, letters)
-    tokenizer = _bert_like(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    pieces = [f"##{c}" for c in sorted(characters) if f"##{c}" in all_characters]
+    vocabulary = _train_wordpiece_vocabulary(
+        _training_texts(data), vocab_size, special + pieces, characters
+    )
+    tokenizer = _bert_like_tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
     tokenizer.decoder = decoders.WordPiece()
     ends = [(word, vocabulary[word]) for word in ("[SEP]", "[CLS]")]
     tokenizer.post_processor = processors.BertProcessing(*ends)
     names = ["input_ids", "token_type_ids", "attention_mask"]
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, model_input_names=names, **_BERT_WORDS
+        tokenizer_object=tokenizer, model_input_names=names, **_BERT_TOKENS
     )
 
 
-def _wordpiece_vocabulary(
-    texts: Iterable[str], size: int, first: list[str], letters: list[str] | None
+def _train_wordpiece_vocabulary(
+    texts: Iterable[str],
+    vocabulary_size: int,
+    first_tokens: list[str],
+    allowed_characters: list[str] | None,
 ) -> dict[str, int]:
     """Train a WordPiece vocabulary: token to number.
 
     Args:
         texts: the corpus.
-        size: tokens of the vocabulary.
-        first: its first tokens, in this order.
-        letters: the only characters to use; None: all characters of the corpus.
+        vocabulary_size: tokens of the vocabulary.
+        first_tokens: its first tokens, in this order.
+        allowed_characters: the only characters to use; None: all characters of the corpus.
     """
     from tokenizers import models, trainers
 
-    tokenizer = _bert_like(models.WordPiece(unk_token="[UNK]"))
+    tokenizer = _bert_like_tokenizer(models.WordPiece(unk_token="[UNK]"))
     trainer = trainers.WordPieceTrainer(
-        vocab_size=size,
-        special_tokens=first,
-        initial_alphabet=letters or [],
-        limit_alphabet=1 << 20 if letters is None else len(letters),
+        vocab_size=vocabulary_size,
+        special_tokens=first_tokens,
+        initial_alphabet=allowed_characters or [],
+        limit_alphabet=1 << 20 if allowed_characters is None else len(allowed_characters),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
     return dict(tokenizer.get_vocab())
 
 
-def _bert_like(model: Any) -> Any:
+def _bert_like_tokenizer(model: Any) -> Any:
     from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
     tokenizer = Tokenizer(model)
@@ -225,7 +236,7 @@ def _bert_like(model: Any) -> Any:
     return tokenizer
 
 
-def _counting(texts: Iterable[str], counts: Counter[str]) -> Iterator[str]:
+def _count_characters(texts: Iterable[str], counts: Counter[str]) -> Iterator[str]:
     """Yield the texts unchanged, and count the characters of their normalized form."""
     from tokenizers import normalizers
 
@@ -235,7 +246,7 @@ def _counting(texts: Iterable[str], counts: Counter[str]) -> Iterator[str]:
         yield text
 
 
-def _bpe(data: Data, vocab_size: int) -> PreTrainedTokenizerBase:
+def _train_bpe(data: Data, vocab_size: int) -> PreTrainedTokenizerBase:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -248,8 +259,8 @@ def _bpe(data: Data, vocab_size: int) -> PreTrainedTokenizerBase:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_texts(data), trainer)
+    tokenizer.train_from_iterator(_training_texts(data), trainer)
     names = ["input_ids", "attention_mask"]
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, model_input_names=names, **_LLAMA_WORDS
+        tokenizer_object=tokenizer, model_input_names=names, **_LLAMA_TOKENS
     )

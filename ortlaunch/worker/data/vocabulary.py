@@ -25,7 +25,7 @@ from ortlaunch.run_folder.file_sums import (
 from ortlaunch.run_folder.folder import RunDir, read_own_json, write_json_atomically
 from ortlaunch.run_folder.records import VocabularyRecord, as_json
 from ortlaunch.run_folder.resume_record import ResumeRecord
-from ortlaunch.worker.data.tokenizer import pinned
+from ortlaunch.worker.data.tokenizer import pinned_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -42,7 +42,7 @@ class Vocabulary(NamedTuple):
     """Number of classes of the training data; 0: unknown, or no classes."""
 
 
-def of_run(run: RunDir) -> Vocabulary | None:
+def vocabulary_of_run(run: RunDir) -> Vocabulary | None:
     """Return the vocabulary that a run keeps; None if there is none, as before its training.
 
     Raises:
@@ -51,46 +51,48 @@ def of_run(run: RunDir) -> Vocabulary | None:
     if not run.vocabulary.exists():
         return None
     try:
-        found = VocabularyRecord(**read_own_json(run.vocabulary))
-        labels = {str(word): number for number, word in enumerate(found.labels)}
-        for name, file in found.tokenizer_files.items():
-            if wrong := difference_from_record(run.tokenizer / name, file):
-                raise DamagedFile(f"{run.tokenizer}: is damaged: {wrong}")
+        record = VocabularyRecord(**read_own_json(run.vocabulary))
+        labels = {str(word): class_number for class_number, word in enumerate(record.labels)}
+        for name, file in record.tokenizer_files.items():
+            if damage := difference_from_record(run.tokenizer / name, file):
+                raise DamagedFile(f"{run.tokenizer}: is damaged: {damage}")
     except (DamagedFile, TypeError) as error:
         raise DamagedFile(
             f"{error if isinstance(error, DamagedFile) else f'{run.vocabulary}: is damaged: {error}'}. "
             f"Copy it from another run of this recipe and data, or delete {run.vocabulary}: it is "
             "then rebuilt from the data, which must not have changed since the run began"
         ) from error
-    return Vocabulary(run.tokenizer if run.tokenizer.exists() else None, labels, found.classes)
+    return Vocabulary(run.tokenizer if run.tokenizer.exists() else None, labels, record.classes)
 
 
-def goes_on_with(run: RunDir, recipe: Recipe) -> Vocabulary | None:
+def vocabulary_of_checkpoint(run: RunDir, recipe: Recipe) -> Vocabulary | None:
     """Return the vocabulary of the checkpoint from which a run resumes.
 
     None if there is no such checkpoint, or if its run keeps no vocabulary.
     """
-    source = _source(run)
-    found = of_run(source) if source is not None else None
-    if source is None or found is None:
+    source_run = _run_of_checkpoint(run)
+    kept_vocabulary = vocabulary_of_run(source_run) if source_run is not None else None
+    if source_run is None or kept_vocabulary is None:
         return None
     # A kept tokenizer is used only if the recipe trains the same one. A tokenizer that the recipe
     # names is loaded by its name, as it was for the data's identity in the checkpoint.
-    same = (
-        read_own_json(source.vocabulary)["trained_tokenizer"] == _requested(recipe.data) is not None
+    is_same_training = (
+        read_own_json(source_run.vocabulary)["trained_tokenizer"]
+        == _training_settings(recipe.data)
+        is not None
     )
-    return found if same else found._replace(tokenizer=None)
+    return kept_vocabulary if is_same_training else kept_vocabulary._replace(tokenizer=None)
 
 
-def _source(run: RunDir) -> RunDir | None:
+def _run_of_checkpoint(run: RunDir) -> RunDir | None:
     """Return the run whose checkpoint is loaded: this one, or the one of `resume`."""
     if run.complete_checkpoints():
         return run
-    taken = ResumeRecord.read(run).checkpoint
-    return RunDir(Path(taken).parents[1]) if taken else None
+    checkpoint_path = ResumeRecord.read(run).checkpoint
+    return RunDir(Path(checkpoint_path).parents[1]) if checkpoint_path else None
 
 
-def of_config(config: PreTrainedConfig | None, task: str) -> Vocabulary:
+def vocabulary_of_config(config: PreTrainedConfig | None, task: str) -> Vocabulary:
     """Return the vocabulary of a transformers model, whose config.json has its class names.
 
     config: None for any other model, of which nothing is known.
@@ -98,16 +100,18 @@ def of_config(config: PreTrainedConfig | None, task: str) -> Vocabulary:
     traits = MODEL_TASKS[task]
     if config is None or (traits.label not in ("class", "word") and traits.media != "image"):
         return Vocabulary(None, {})
-    numbers = {str(word): int(number) for word, number in (config.label2id or {}).items()}
+    numbers = {
+        str(word): int(class_number) for word, class_number in (config.label2id or {}).items()
+    }
     return Vocabulary(None, numbers, config.num_labels or 0)
 
 
-def keep(
+def write_vocabulary(
     run: RunDir, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, labels: list[str], classes: int
 ) -> None:
     """Write the vocabulary of the training into the run's folder (rank 0)."""
     record = VocabularyRecord(
-        trained_tokenizer=_requested(recipe.data), labels=labels, classes=classes
+        trained_tokenizer=_training_settings(recipe.data), labels=labels, classes=classes
     )
     # The vocabulary that the checkpoints were written with stays if it is the same.
     if (
@@ -124,7 +128,7 @@ def keep(
     write_json_atomically(run.vocabulary, as_json(record))
 
 
-def _requested(data: Fields) -> Json | None:
+def _training_settings(data: Fields) -> Json | None:
     """Return the settings of a tokenizer that is trained on the corpus; None for any other one."""
     if not isinstance(data.tokenizer, TokenizerTraining):
         return None
@@ -134,13 +138,15 @@ def _requested(data: Fields) -> Json | None:
 def labels_of_model(recipe: Recipe) -> Mapping[str, int]:
     """Return the class numbers of label names, of `model.config` or else of `model.pretrained`."""
     model = recipe.model
-    given = labels_of_recipe(recipe)
-    if given or model.pretrained is None:
-        return given
+    recipe_labels = labels_of_recipe(recipe)
+    if recipe_labels or model.pretrained is None:
+        return recipe_labels
     from transformers import AutoConfig
 
     try:
-        return of_config(AutoConfig.from_pretrained(pinned(model.pretrained)), model.task).labels
+        return vocabulary_of_config(
+            AutoConfig.from_pretrained(pinned_folder(model.pretrained)), model.task
+        ).labels
     except (OSError, ValueError):
         # The same error is reported when the model is built.
         return {}
@@ -148,8 +154,8 @@ def labels_of_model(recipe: Recipe) -> Mapping[str, int]:
 
 def labels_of_recipe(recipe: Recipe) -> Mapping[str, int]:
     """Return the class numbers of label names in `model.config`."""
-    given = recipe.model.config or {}
-    pairs = [*given.get("label2id", {}).items()] or [
-        (word, number) for number, word in given.get("id2label", {}).items()
+    model_config = recipe.model.config or {}
+    pairs = [*model_config.get("label2id", {}).items()] or [
+        (word, class_number) for class_number, word in model_config.get("id2label", {}).items()
     ]
-    return {str(word): int(number) for word, number in pairs}
+    return {str(word): int(class_number) for word, class_number in pairs}

@@ -28,7 +28,7 @@ class Blocks:
 
     def sample(self, index: int, epoch: int) -> Sample:
         # The model shifts the labels by one.
-        block = window(self.tokens, index * self.length, self.length)
+        block = window_tensor(self.tokens, index * self.length, self.length)
         return {"input_ids": block, **self.mask, "labels": block}
 
 
@@ -48,29 +48,32 @@ class SeparateDocuments:
         return len(self.tokens) // self.length
 
     def sample(self, index: int, epoch: int) -> Sample:
-        first = index * self.length
-        after = (index + 1) * self.length
-        known, last = (
-            int(np.searchsorted(self.ends, place, side="right")) for place in (first, after)
+        start = index * self.length
+        stop = (index + 1) * self.length
+        first_document, last_document = (
+            int(np.searchsorted(self.ends, token_place, side="right"))
+            for token_place in (start, stop)
         )
         begins = [
-            place for place in (self.ends[known:last] - first).tolist() if 0 < place < self.length
+            token_place
+            for token_place in (self.ends[first_document:last_document] - start).tolist()
+            if 0 < token_place < self.length
         ]
         places = torch.arange(self.length)
-        begun = torch.zeros(self.length, dtype=torch.int64)
-        begun[begins] = places[begins]
-        block = window(self.tokens, first, self.length)
+        document_starts = torch.zeros(self.length, dtype=torch.int64)
+        document_starts[begins] = places[begins]
+        block = window_tensor(self.tokens, start, self.length)
         labels = block.clone()
         # The first token of a document cannot be predicted from the document before.
         labels[begins] = IGNORED
         return {
             "input_ids": block,
-            "position_ids": places - begun.cummax(0).values,
-            "document_ids": (begun > 0).cumsum(0),
+            "position_ids": places - document_starts.cummax(0).values,
+            "document_ids": (document_starts > 0).cumsum(0),
             "labels": labels,
         }
 
 
-def window(tokens: Tokens, start: int, length: int) -> torch.Tensor:
+def window_tensor(tokens: Tokens, start: int, length: int) -> torch.Tensor:
     """Return the tokens from `start` on: (length,) int64."""
     return torch.from_numpy(tokens[start : start + length].astype(np.int64))

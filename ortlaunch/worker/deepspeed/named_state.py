@@ -16,53 +16,53 @@ from ortlaunch.errors import CheckpointError
 from ortlaunch.ortmodule.deepspeed.zero_types import Gathering, Partitioned, Sharded, Unsharded
 from ortlaunch.worker.model.named_state import (
     LossScale,
+    NamedNumbers,
     NamedState,
-    Numbers,
     ParameterRange,
-    buffers_of,
+    saved_buffers,
     trained_shapes,
-    whole_parts,
+    whole_parameter_ranges,
 )
 
 # Attributes of DeepSpeed's dynamic loss scaler.
 _COUNTERS = ("cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
-def named_state(engine: Any, model: nn.Module, rank: int) -> NamedState:
+def deepspeed_named_state(engine: Any, model: nn.Module, rank: int) -> NamedState:
     """Return the state of a DeepSpeed engine around a model.
 
     Raises:
         CheckpointError: the type of the optimizer, or the location of its state, is not supported.
     """
-    kind = type(engine.optimizer).__name__
+    optimizer_class = type(engine.optimizer).__name__
     optimizer = engine.optimizer
     if isinstance(optimizer, torch.optim.Optimizer):
-        named = whole_parts(model.named_parameters(), optimizer)
-        return NamedState(trained_shapes(model), named, optimizer, buffers_of(model))
-    if kind not in _KINDS:
+        named_ranges = whole_parameter_ranges(model.named_parameters(), optimizer)
+        return NamedState(trained_shapes(model), named_ranges, optimizer, saved_buffers(model))
+    if optimizer_class not in _ACCESS_BY_CLASS:
         raise CheckpointError(
-            f"checkpoints of DeepSpeed's {kind} are not supported; change zero.stage or "
+            f"checkpoints of DeepSpeed's {optimizer_class} are not supported; change zero.stage or "
             "zero.deepspeed"
         )
-    parts, refresh = _KINDS[kind]
+    find_ranges, refresh = _ACCESS_BY_CLASS[optimizer_class]
     return NamedState(
         trained_shapes(model),
-        list(parts(optimizer, model, rank)),
+        list(find_ranges(optimizer, model, rank)),
         optimizer.optimizer,
-        buffers_of(model),
-        replicated=kind == "FP16_UnfusedOptimizer",
+        saved_buffers(model),
+        replicated=optimizer_class == "FP16_UnfusedOptimizer",
         loss_scale=_loss_scale(optimizer),
         refresh=lambda: refresh(optimizer),
     )
 
 
-def _masters(optimizer: Unsharded, model: nn.Module, rank: int) -> list[ParameterRange]:
+def _unsharded_ranges(optimizer: Unsharded, model: nn.Module, rank: int) -> list[ParameterRange]:
     """Return the parts without ZeRO in fp16 or bf16: one float32 copy of each parameter."""
     pairs = zip(optimizer.fp16_groups, optimizer.fp32_groups)
     masters = {
         weight: master for weights, copies in pairs for weight, master in zip(weights, copies)
     }
-    return whole_parts(model.named_parameters(), optimizer.optimizer, masters)
+    return whole_parameter_ranges(model.named_parameters(), optimizer.optimizer, masters)
 
 
 def _copy_masters(optimizer: Unsharded) -> None:
@@ -72,39 +72,46 @@ def _copy_masters(optimizer: Unsharded) -> None:
             weight.data.copy_(master.data)
 
 
-def _fragments(optimizer: Sharded, model: nn.Module, rank: int) -> Iterator[ParameterRange]:
+def _fragment_ranges(optimizer: Sharded, model: nn.Module, rank: int) -> Iterator[ParameterRange]:
     """Yield this rank's pieces of parameters in ZeRO 1 and 2: ranges of one flat tensor a group."""
     for name, parameter in model.named_parameters():
         mapping = getattr(parameter, "_hp_mapping", None)
         # None: the parameter is frozen, or this rank has no piece of it.
         if mapping is not None:
-            here = mapping.lp_fragment_address
-            there = mapping.hp_fragment_address
+            model_fragment = mapping.lp_fragment_address
+            master_fragment = mapping.hp_fragment_address
             group = optimizer.optimizer.param_groups[mapping.param_group_index]
             yield ParameterRange(
-                name, here.start, here.numel, group["params"][0], there.start, group
+                name,
+                model_fragment.start,
+                model_fragment.numel,
+                group["params"][0],
+                master_fragment.start,
+                group,
             )
 
 
-def _partitions(optimizer: Partitioned, model: nn.Module, rank: int) -> Iterator[ParameterRange]:
+def _partition_ranges(
+    optimizer: Partitioned, model: nn.Module, rank: int
+) -> Iterator[ParameterRange]:
     """Yield this rank's pieces of parameters in ZeRO 3.
 
     Each parameter is cut into equal pieces, stored in flat tensors; the last pieces are padded.
     """
     for name, parameter in model.named_parameters():
-        held = cast(Gathering, parameter)
+        partitioned = cast(Gathering, parameter)
         # DeepSpeed leaves out what has no elements.
-        if not parameter.requires_grad or not held.ds_numel:
+        if not parameter.requires_grad or not partitioned.ds_numel:
             continue
         flat, offset, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
         master = optimizer.fp32_partitioned_groups_flat[flat]
-        if size != held.partition_numel() or master.numel() < offset + size:
+        if size != partitioned.partition_numel() or master.numel() < offset + size:
             raise CheckpointError(
                 f"DeepSpeed keeps {name} where it cannot be saved from (a swapped or nested "
                 "partition)"
             )
         # Without the padding; a rank may have padding alone.
-        count = min(size, held.ds_numel - rank * size)
+        count = min(size, partitioned.ds_numel - rank * size)
         if count > 0:
             group = optimizer.optimizer.param_groups[optimizer.sub_group_to_group_id[flat]]
             yield ParameterRange(name, rank * size, count, master, offset, group)
@@ -119,33 +126,35 @@ def _copy_partitions(optimizer: Partitioned) -> None:
         optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
 
 
-_Kind = tuple[Callable[[Any, nn.Module, int], Iterable[ParameterRange]], Callable[[Any], None]]
-_KINDS: dict[str, _Kind] = {
-    "FP16_UnfusedOptimizer": (_masters, _copy_masters),
-    "DeepSpeedZeroOptimizer": (_fragments, lambda optimizer: optimizer.update_lp_params()),
-    "BF16_Optimizer": (_fragments, lambda optimizer: optimizer.update_lp_params()),
-    "DeepSpeedZeroOptimizer_Stage3": (_partitions, _copy_partitions),
+_StateAccess = tuple[
+    Callable[[Any, nn.Module, int], Iterable[ParameterRange]], Callable[[Any], None]
+]
+_ACCESS_BY_CLASS: dict[str, _StateAccess] = {
+    "FP16_UnfusedOptimizer": (_unsharded_ranges, _copy_masters),
+    "DeepSpeedZeroOptimizer": (_fragment_ranges, lambda optimizer: optimizer.update_lp_params()),
+    "BF16_Optimizer": (_fragment_ranges, lambda optimizer: optimizer.update_lp_params()),
+    "DeepSpeedZeroOptimizer_Stage3": (_partition_ranges, _copy_partitions),
 }
 
 
 def _loss_scale(optimizer: object) -> LossScale | None:
     """Return access to a dynamic loss scale; None for a fixed one, which the recipe sets."""
     # The attribute's name differs between DeepSpeed's optimizers.
-    kept = getattr(optimizer, "loss_scaler", getattr(optimizer, "loss_scale_config", None))
-    dynamic = getattr(kept, "dynamic", getattr(kept, "dynamic_loss_scale", False))
-    if kept is None or not dynamic:
+    scaler = getattr(optimizer, "loss_scaler", getattr(optimizer, "loss_scale_config", None))
+    is_dynamic = getattr(scaler, "dynamic", getattr(scaler, "dynamic_loss_scale", False))
+    if scaler is None or not is_dynamic:
         return None
     return LossScale(
         lambda: {
-            "scale": kept.cur_scale,
-            **{name: getattr(kept, name) for name in _COUNTERS if hasattr(kept, name)},
+            "scale": scaler.cur_scale,
+            **{name: getattr(scaler, name) for name in _COUNTERS if hasattr(scaler, name)},
         },
-        lambda numbers: _write_scale(kept, numbers),
+        lambda numbers: _write_loss_scale(scaler, numbers),
     )
 
 
-def _write_scale(kept: Any, numbers: Numbers) -> None:
-    kept.cur_scale = numbers["scale"]
+def _write_loss_scale(scaler: Any, numbers: NamedNumbers) -> None:
+    scaler.cur_scale = numbers["scale"]
     for name in _COUNTERS:
         if name in numbers:
-            setattr(kept, name, int(numbers[name]))
+            setattr(scaler, name, int(numbers[name]))

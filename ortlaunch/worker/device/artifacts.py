@@ -29,31 +29,31 @@ from ortlaunch.run_folder.records import as_json
 from ortlaunch.user_modules import recipe_factories
 from ortlaunch.worker.data import LoadedData
 from ortlaunch.worker.device import graph
-from ortlaunch.worker.device.device import Device, require
-from ortlaunch.worker.device.graph import Batch, Forward
-from ortlaunch.worker.model.model import LossModule, give_back_cache
-from ortlaunch.worker.onnx.onnx_export import largest
-from ortlaunch.worker.supervision.module_copies import own_modules
-from ortlaunch.worker.supervision.module_copies import place as beside
+from ortlaunch.worker.device.device import Device, require_training_api
+from ortlaunch.worker.device.graph import Batch, ForwardGraph
+from ortlaunch.worker.model.model import LossModule, restore_cache_setting
+from ortlaunch.worker.onnx.onnx_export import largest_or_nan
+from ortlaunch.worker.supervision.module_copies import relative_module_path as beside
+from ortlaunch.worker.supervision.module_copies import user_modules
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # The largest allowed difference of the loss, or of a logit, from PyTorch's.
-LIMIT = 1e-4
+DIFFERENCE_LIMIT = 1e-4
 # Bytes of a graph while its gradient is made: protobuf's 2 GiB, less some room.
-_MOST = 2**31 - 2**20
+_MAX_GRAPH_BYTES = 2**31 - 2**20
 
 
-def ondevice(
-    recipe: Recipe, folder: Path, trained: LossModule, data: LoadedData
+def write_device_artifacts(
+    recipe: Recipe, folder: Path, trained_module: LossModule, data: LoadedData
 ) -> DeviceArtifacts:
     """Write everything that `ortlaunch device` needs into an existing folder.
 
     Args:
-        recipe: the recipe, changed by `as_on_a_device`.
+        recipe: the recipe, changed by `device_recipe`.
         folder: the folder to write to.
-        trained: the model with its weights.
+        trained_module: the model with its weights.
         data: the data of the run.
 
     Returns:
@@ -64,49 +64,52 @@ def ondevice(
         InputError: the model is too large, or keeps state that a device cannot update.
         MissingDependency: onnxruntime-training is not installed.
     """
-    made = require()
-    whole = trained.float()
-    place = DeviceFolder(folder)
-    size = sum(parameter.numel() * parameter.element_size() for parameter in whole.parameters())
-    if size > _MOST:
+    artifacts_module = require_training_api()
+    loss_module = trained_module.float()
+    device_folder = DeviceFolder(folder)
+    size = sum(
+        parameter.numel() * parameter.element_size() for parameter in loss_module.parameters()
+    )
+    if size > _MAX_GRAPH_BYTES:
         raise InputError(
             f"--format ondevice: the weights take {size:,} bytes; "
             "ONNX Runtime derives graphs below 2 GiB"
         )
-    batches = graph.labelled_batches(recipe, whole, data)
+    batches = graph.labelled_batches(recipe, loss_module, data)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        forward = graph.export(whole, batches, Path(scratch) / "forward.onnx")
-        _generate(made, recipe, forward, folder)
-    with _naming_operators():
-        device = Device(place, place.checkpoint)
-    worst = largest(
-        _difference(device, graph.WithLoss(whole.model, tuple(batch)), batch) for batch in batches
+        forward = graph.export_forward_graph(loss_module, batches, Path(scratch) / "forward.onnx")
+        _generate_graphs(artifacts_module, recipe, forward, folder)
+    with _name_operator_in_error():
+        device = Device(device_folder, device_folder.checkpoint)
+    largest_found = largest_or_nan(
+        _largest_difference(device, graph.ModelWithLoss(loss_module.model, tuple(batch)), batch)
+        for batch in batches
     )
     # `not <=` also refuses nan.
-    if not worst <= LIMIT:
+    if not largest_found <= DIFFERENCE_LIMIT:
         raise EngineError(
-            f"ONNX Runtime's outputs differ from PyTorch's by {worst:.3g}; the limit is {LIMIT:g}"
+            f"ONNX Runtime's outputs differ from PyTorch's by {largest_found:.3g}; the limit is {DIFFERENCE_LIMIT:g}"
         )
-    told = _description(recipe, forward, worst)
-    write_json_atomically(place.description, as_json(told))
-    write_text_atomically(place.recipe, to_yaml(recipe))
-    _save_surroundings(whole, folder, data.tokenizer)
+    record = _artifacts_record(recipe, forward, largest_found)
+    write_json_atomically(device_folder.description, as_json(record))
+    write_text_atomically(device_folder.recipe, to_yaml(recipe))
+    _save_surroundings(loss_module, folder, data.tokenizer)
     # A recipe with factories needs the user's own modules where the artifacts are used.
-    for module in own_modules() if dict(recipe_factories(recipe)) else ():
+    for module in user_modules() if dict(recipe_factories(recipe)) else ():
         (folder / beside(module)).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(str(module.__file__), folder / beside(module))
-    return told
+    return record
 
 
-def as_on_a_device(recipe: Recipe, micro_samples: int) -> Recipe:
+def device_recipe(recipe: Recipe, micro_samples: int) -> Recipe:
     """Return the recipe of the artifacts: each step is one pass, and nothing is sharded."""
-    alone = dict[str, object](gradient_checkpointing=False)
+    model_changes = dict[str, object](gradient_checkpointing=False)
     # ONNX Runtime derives the gradient of eager attention, which consists of basic operators.
     if not recipe.model.traits.is_own:
-        alone["attention"] = "eager"
+        model_changes["attention"] = "eager"
     return recipe.model_copy(
         update={
-            "model": recipe.model.model_copy(update=alone),
+            "model": recipe.model.model_copy(update=model_changes),
             "batch": BatchSizes(global_size=None, micro_size=micro_samples, accumulation_steps=1),
             "engine": Engine(name="eager"),
             "zero": None,
@@ -115,13 +118,15 @@ def as_on_a_device(recipe: Recipe, micro_samples: int) -> Recipe:
     )
 
 
-def _generate(made: Any, recipe: Recipe, forward: Forward, folder: Path) -> None:
+def _generate_graphs(
+    artifacts_module: Any, recipe: Recipe, forward: ForwardGraph, folder: Path
+) -> None:
     import onnx
 
-    with _quiet(), _naming_operators():
-        made.generate_artifacts(
+    with _silence_stderr(), _name_operator_in_error():
+        artifacts_module.generate_artifacts(
             onnx.load(str(forward.path)), requires_grad=forward.trained, frozen_params=forward.frozen or None,
-            optimizer=_optimizer(recipe), artifact_directory=str(folder),
+            optimizer=_device_optimizer(recipe), artifact_directory=str(folder),
         )  # fmt: skip
     path = DeviceFolder(folder).optimizer
     model = onnx.load(str(path))
@@ -133,32 +138,32 @@ def _generate(made: Any, recipe: Recipe, forward: Forward, folder: Path) -> None
     onnx.save(model, str(path))
 
 
-def _optimizer(recipe: Recipe) -> object:
+def _device_optimizer(recipe: Recipe) -> object:
     """Return the recipe's optimizer, as far as ONNX Runtime supports it on devices."""
     from onnxruntime.training.onnxblock import optim
 
-    chosen = recipe.optimizer
+    optimizer_settings = recipe.optimizer
     norm = recipe.train.max_grad_norm
     clip = None if norm is None else optim.ClipGradNorm(norm)
-    if chosen.traits.on_device == "SGD":
+    if optimizer_settings.traits.on_device == "SGD":
         return optim.SGD(clip_grad=clip)
     return optim.AdamW(
-        betas=tuple(chosen.betas),
-        eps=chosen.epsilon,
-        weight_decay=chosen.weight_decay,
+        betas=tuple(optimizer_settings.betas),
+        eps=optimizer_settings.epsilon,
+        weight_decay=optimizer_settings.weight_decay,
         clip_grad=clip,
     )
 
 
-def _notes(recipe: Recipe, forward: Forward) -> Iterator[str]:
+def _unsupported_setting_notes(recipe: Recipe, forward: ForwardGraph) -> Iterator[str]:
     """Yield notes on the recipe's settings that a device does not follow."""
-    chosen = recipe.optimizer
-    if chosen.traits.on_device_note:
-        yield chosen.traits.on_device_note
-    decays = chosen.traits.on_device == "AdamW"
-    if not decays and (chosen.momentum or chosen.weight_decay):
+    optimizer_settings = recipe.optimizer
+    if optimizer_settings.traits.on_device_note:
+        yield optimizer_settings.traits.on_device_note
+    decays = optimizer_settings.traits.on_device == "AdamW"
+    if not decays and (optimizer_settings.momentum or optimizer_settings.weight_decay):
         yield ("optimizer: ONNX Runtime's SGD for devices has no momentum and no weight_decay")
-    if decays and chosen.weight_decay and chosen.no_decay:
+    if decays and optimizer_settings.weight_decay and optimizer_settings.no_decay:
         yield (
             "optimizer: weight_decay applies to all weights; no_decay is not supported on devices"
         )
@@ -172,46 +177,53 @@ def _notes(recipe: Recipe, forward: Forward) -> Iterator[str]:
 
 
 @torch.no_grad()
-def _difference(device: Device, module: graph.WithLoss, batch: Batch) -> float:
+def _largest_difference(device: Device, module: graph.ModelWithLoss, batch: Batch) -> float:
     """Return the largest difference of loss and logits from PyTorch's, without dropout."""
     expected = module.eval()(*batch.values())
-    found = device.evaluate(batch)
-    return largest(
-        float((torch.from_numpy(one) - other).abs().max())
-        for one, other in zip(found.values(), expected)
+    outputs = device.evaluate(batch)
+    return largest_or_nan(
+        float((torch.from_numpy(device_output) - torch_output).abs().max())
+        for device_output, torch_output in zip(outputs.values(), expected)
     )
 
 
-def _description(recipe: Recipe, forward: Forward, worst: float) -> DeviceArtifacts:
-    named = dict.fromkeys(forward.trained, True) | dict.fromkeys(forward.frozen, False)
+def _artifacts_record(
+    recipe: Recipe, forward: ForwardGraph, largest_found: float
+) -> DeviceArtifacts:
+    is_trained_by_name = dict.fromkeys(forward.trained, True) | dict.fromkeys(forward.frozen, False)
     # The operators of ONNX Runtime's optimizer graphs.
-    used = {"SGD": "SGDOptimizerV2", "AdamW": "AdamWOptimizer"}[recipe.optimizer.traits.on_device]
+    optimizer_operator = {"SGD": "SGDOptimizerV2", "AdamW": "AdamWOptimizer"}[
+        recipe.optimizer.traits.on_device
+    ]
     return DeviceArtifacts(
         opset=graph.OPSET,
         inputs=list(forward.inputs),
         outputs=list(forward.outputs),
         parameters=[
-            DeviceParameter(name, forward.shapes[name], trained) for name, trained in named.items()
+            DeviceParameter(name, forward.shapes[name], trained)
+            for name, trained in is_trained_by_name.items()
         ],
-        optimizer=used,
-        largest_difference=worst,
-        limit=LIMIT,
-        notes=[*_notes(recipe, forward)],
+        optimizer=optimizer_operator,
+        largest_difference=largest_found,
+        limit=DIFFERENCE_LIMIT,
+        notes=[*_unsupported_setting_notes(recipe, forward)],
     )
 
 
-def _save_surroundings(whole: LossModule, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    model: Any = whole.model
+def _save_surroundings(
+    loss_module: LossModule, folder: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    model: Any = loss_module.model
     if hasattr(model, "config"):
         # Training switches the cache off; the saved config has the model's own setting.
-        give_back_cache(model, whole.generates_with_cache)
+        restore_cache_setting(model, loss_module.generates_with_cache)
         model.config.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
 
 
 @contextlib.contextmanager
-def _naming_operators() -> Iterator[None]:
+def _name_operator_in_error() -> Iterator[None]:
     """Raise EngineError with the operator that ONNX Runtime cannot train, in one sentence."""
     try:
         yield
@@ -225,16 +237,16 @@ def _naming_operators() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _silence_stderr() -> Iterator[None]:
     """Discard the messages of ONNX Runtime's graph transformers while the context is open."""
     # No logging option reaches them, so that the file descriptor of stderr is redirected.
-    kept = os.dup(2)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
+    former_stderr = os.dup(2)
+    null_device = os.open(os.devnull, os.O_WRONLY)
     # Native code writes to the descriptor, not to sys.stderr.
-    os.dup2(nowhere, 2)
+    os.dup2(null_device, 2)
     try:
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
+        os.dup2(former_stderr, 2)
+        os.close(former_stderr)
+        os.close(null_device)

@@ -19,51 +19,58 @@ from ortlaunch.worker.device.device import (
     WEIGHTS,
     Device,
     int_property,
-    load_weights,
-    require,
+    load_state_or_weights,
+    require_training_api,
     save_state,
 )
 
-Weights = Json
+WeightRecord = Json
 
 
-def average(
-    place: DeviceFolder, checkpoints: list[Path], weights: Sequence[float] | None, to: Path
+def write_average(
+    device_folder: DeviceFolder,
+    checkpoints: list[Path],
+    client_weights: Sequence[float] | None,
+    target_path: Path,
 ) -> None:
     """Write the weighted mean of the trained weights, without optimizer state.
 
     Args:
-        place: the folder of the artifacts.
+        device_folder: the folder of the artifacts.
         checkpoints: the clients' checkpoints; their frozen weights must be equal.
-        weights: the weight of each client; None: its samples since the last average.
-        to: the checkpoint to write.
+        client_weights: the weight of each client; None: its samples since the last average.
+        target_path: the checkpoint to write.
 
     Raises:
         CheckpointError: a checkpoint is not of these artifacts, or has inf or nan.
         InputError: a client has no positive weight.
     """
-    require()
-    states = [load_weights(place, path) for path in checkpoints]
-    wanted = read_own_json(place.description)["parameters"]
-    wrong = [
+    require_training_api()
+    states = [load_state_or_weights(device_folder, path) for path in checkpoints]
+    weight_records = read_own_json(device_folder.description)["parameters"]
+    problems = [
         line
         for path, state in zip(checkpoints, states)
-        for line in differences(path, state, wanted)
+        for line in state_problems(path, state, weight_records)
     ]
-    if wrong:
-        raise CheckpointError("\n".join(wrong))
-    _require_same_frozen(checkpoints, states, wanted)
-    parts = _parts(checkpoints, states, weights)
+    if problems:
+        raise CheckpointError("\n".join(problems))
+    _require_same_frozen(checkpoints, states, weight_records)
+    shares = _client_shares(checkpoints, states, client_weights)
     # Only the state of a living module accepts weights.
     # The frozen weights are the same in each. A browser's file has none.
-    whole = [path for path in checkpoints if path.suffix != WEIGHTS]
-    device = Device(place, whole[0] if whole else place.checkpoint)
-    for parameter in (each for each in wanted if each["trained"]):
+    full_checkpoints = [path for path in checkpoints if path.suffix != WEIGHTS]
+    device = Device(
+        device_folder, full_checkpoints[0] if full_checkpoints else device_folder.checkpoint
+    )
+    for parameter in (
+        weight_record for weight_record in weight_records if weight_record["trained"]
+    ):
         name = parameter["name"]
         # Summed in float64, and rounded to float32 once.
         mean = sum(
-            part * state.parameters[name].data.astype(np.float64)
-            for part, state in zip(parts, states)
+            share * state.parameters[name].data.astype(np.float64)
+            for share, state in zip(shares, states)
         )
         device.state.parameters[name] = np.asarray(mean, dtype=np.float32)
     properties = device.state.properties
@@ -71,68 +78,74 @@ def average(
     properties[STEPS] = max(int_property(state, STEPS) for state in states)
     properties[SAMPLES] = sum(int_property(state, SAMPLES) for state in states)
     properties[AVERAGED] = 1
-    save_state(device.state, to, with_optimizer=False)
-    told = "\n".join(f"  {part:7.2%}  {path}" for part, path in zip(parts, checkpoints))
-    trained = sum(each["trained"] for each in wanted)
+    save_state(device.state, target_path, with_optimizer=False)
+    shares_text = "\n".join(f"  {share:7.2%}  {path}" for share, path in zip(shares, checkpoints))
+    trained = sum(weight_record["trained"] for weight_record in weight_records)
     print(
-        f"{told}\naverage of {len(states)} checkpoints, "
-        f"{trained} trained of {len(wanted)} weights: {to}"
+        f"{shares_text}\naverage of {len(states)} checkpoints, "
+        f"{trained} trained of {len(weight_records)} weights: {target_path}"
     )
 
 
-def differences(path: Path, state: Any, wanted: list[Weights]) -> Iterator[str]:
+def state_problems(path: Path, state: Any, weight_records: list[WeightRecord]) -> Iterator[str]:
     """Yield the differences of a checkpoint from the artifacts, and weights with inf or nan."""
-    found = dict(state.parameters)
-    names = [each["name"] for each in wanted]
-    if [*found] != sorted(names):
-        other = next(iter(set(found) ^ set(names)), "their order")
+    state_weights = dict(state.parameters)
+    names = [weight_record["name"] for weight_record in weight_records]
+    if [*state_weights] != sorted(names):
+        differing_name = next(iter(set(state_weights) ^ set(names)), "their order")
         yield (
-            f"{path} is not of these artifacts: it has {len(found)} weights, "
-            f"they {len(names)}; {other} differs"
+            f"{path} is not of these artifacts: it has {len(state_weights)} weights, "
+            f"they {len(names)}; {differing_name} differs"
         )
         return
-    for each in wanted:
-        value = found[each["name"]].data
-        here = found[each["name"]]
-        if list(value.shape) != each["shape"]:
+    for weight_record in weight_records:
+        value = state_weights[weight_record["name"]].data
+        state_weight = state_weights[weight_record["name"]]
+        if list(value.shape) != weight_record["shape"]:
             yield (
-                f"{path}: {each['name']} is of shape {list(value.shape)}, "
-                f"and of {each['shape']} in the artifacts"
+                f"{path}: {weight_record['name']} is of shape {list(value.shape)}, "
+                f"and of {weight_record['shape']} in the artifacts"
             )
-        elif here.requires_grad != each["trained"]:
+        elif state_weight.requires_grad != weight_record["trained"]:
             yield (
-                f"{path}: {each['name']} is {'' if here.requires_grad else 'not '}trained, "
+                f"{path}: {weight_record['name']} is {'' if state_weight.requires_grad else 'not '}trained, "
                 "not so in the artifacts"
             )
         elif not np.isfinite(value).all():
-            yield f"{path}: {each['name']} contains inf or nan"
+            yield f"{path}: {weight_record['name']} contains inf or nan"
 
 
-def _require_same_frozen(checkpoints: list[Path], states: list[Any], wanted: list[Weights]) -> None:
-    for name in (each["name"] for each in wanted if not each["trained"]):
-        first = states[0].parameters[name].data
+def _require_same_frozen(
+    checkpoints: list[Path], states: list[Any], weight_records: list[WeightRecord]
+) -> None:
+    for name in (
+        weight_record["name"] for weight_record in weight_records if not weight_record["trained"]
+    ):
+        first_value = states[0].parameters[name].data
         for path, state in zip(checkpoints[1:], states[1:]):
-            if not np.array_equal(first, state.parameters[name].data):
+            if not np.array_equal(first_value, state.parameters[name].data):
                 raise CheckpointError(
                     f"{path}: {name} is not trained, and differs from that of {checkpoints[0]}"
                 )
 
 
-def _parts(
-    checkpoints: list[Path], states: list[Any], weights: Sequence[float] | None
+def _client_shares(
+    checkpoints: list[Path], states: list[Any], requested_weights: Sequence[float] | None
 ) -> list[float]:
     """Return the share of each client in the mean; their sum is 1."""
-    given = (
-        [float(int_property(state, SAMPLES)) for state in states] if weights is None else weights
+    client_weights = (
+        [float(int_property(state, SAMPLES)) for state in states]
+        if requested_weights is None
+        else requested_weights
     )
-    for path, weight in zip(checkpoints, given):
+    for path, weight in zip(checkpoints, client_weights):
         if not 0 < weight < float("inf"):
-            told = (
+            no_samples_text = (
                 "trained on no sample since the last average; "
                 "give all clients a weight with --weights"
             )
             raise InputError(
                 f"{path} "
-                f"{told if weights is None else f'got weight {weight:g}; a weight is above 0'}"
+                f"{no_samples_text if requested_weights is None else f'got weight {weight:g}; a weight is above 0'}"
             )
-    return [weight / sum(given) for weight in given]
+    return [weight / sum(client_weights) for weight in client_weights]

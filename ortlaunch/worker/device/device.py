@@ -11,10 +11,10 @@ from ortlaunch.errors import CheckpointError, InputError, MissingDependency
 from ortlaunch.json_types import Json
 from ortlaunch.ortmodule.tracing.compat import forget_failed_import
 from ortlaunch.run_folder.device_folder import DeviceFolder
-from ortlaunch.worker.model.packing import one_a_row
-from ortlaunch.worker.onnx.onnx_model import Batch, arrays
+from ortlaunch.worker.model.packing import split_documents_into_rows
+from ortlaunch.worker.onnx.onnx_model import Batch, graph_input_arrays
 
-Arrays = Json
+NamedArrays = Json
 STEPS = "ortlaunch.steps"
 """Property of a checkpoint: optimizer steps on devices."""
 SAMPLES = "ortlaunch.samples"
@@ -28,38 +28,45 @@ AVERAGED = "ortlaunch.averaged"
 class Device:
     """The artifacts' graphs with one checkpoint, run by onnxruntime.training.api."""
 
-    def __init__(self, place: DeviceFolder, checkpoint: Path, trains: bool = False) -> None:
-        require()
+    def __init__(
+        self, device_folder: DeviceFolder, checkpoint: Path, is_training: bool = False
+    ) -> None:
+        require_training_api()
         from onnxruntime.training.api import Module, Optimizer
 
         self.state = load_state(checkpoint)
-        self.module = Module(place.training, self.state, place.eval)
+        self.module = Module(device_folder.training, self.state, device_folder.eval)
         self.inputs: list[str] = self.module.input_names()
         self.outputs: list[str] = self.module.output_names()
-        self.optimizer = Optimizer(place.optimizer, self.module) if trains else None
+        self.optimizer = Optimizer(device_folder.optimizer, self.module) if is_training else None
 
-    def evaluate(self, batch: Batch) -> Arrays:
+    def evaluate(self, batch: Batch) -> NamedArrays:
         """Return loss and logits of a batch, without dropout."""
-        return self._pass(self.module.eval(), batch)
+        return self._run_pass(self.module.eval(), batch)
 
-    def step(self, batch: Batch, rate: float) -> float:
+    def train_step(self, batch: Batch, learning_rate: float) -> float:
         """Run one forward and backward pass and an optimizer step; return the loss.
 
         Args:
             batch: a micro batch; packed documents are put in rows of their own.
-            rate: the learning rate.
+            learning_rate: the learning rate.
         """
         assert self.optimizer is not None, "made for training"
-        self.optimizer.set_learning_rate(rate)
-        loss = float(self._pass(self.module.train(), one_a_row(batch))["loss"])
+        self.optimizer.set_learning_rate(learning_rate)
+        loss = float(self._run_pass(self.module.train(), split_documents_into_rows(batch))["loss"])
         self.optimizer.step()
         # The gradients are reset at the beginning of the next pass.
         self.module.lazy_reset_grad()
         return loss
 
-    def _pass(self, module: Any, batch: Batch) -> Arrays:
-        found = module(*arrays(self.inputs, batch).values())
-        return dict(zip(self.outputs, found if isinstance(found, tuple) else (found,)))
+    def _run_pass(self, module: Any, batch: Batch) -> NamedArrays:
+        output_arrays = module(*graph_input_arrays(self.inputs, batch).values())
+        return dict(
+            zip(
+                self.outputs,
+                output_arrays if isinstance(output_arrays, tuple) else (output_arrays,),
+            )
+        )
 
     def save_for_inference(self, path: Path) -> list[str]:
         """Write a graph that computes all outputs but the loss; return their names.
@@ -67,17 +74,17 @@ class Device:
         Raises:
             InputError: the model returns its loss alone.
         """
-        wanted = [name for name in self.outputs if name != "loss"]
-        if not wanted:
+        output_names = [name for name in self.outputs if name != "loss"]
+        if not output_names:
             raise InputError(
                 "the model returns only its loss; its forward must return a mapping that also "
                 "has its outputs"
             )
-        self.module.export_model_for_inferencing(path, wanted)
-        return wanted
+        self.module.export_model_for_inferencing(path, output_names)
+        return output_names
 
 
-def require() -> Any:
+def require_training_api() -> Any:
     """Return the module onnxruntime.training.artifacts.
 
     Raises:
@@ -116,7 +123,7 @@ def load_state(path: Path) -> Any:
         ) from None
 
 
-def load_weights(place: DeviceFolder, path: Path) -> Any:
+def load_state_or_weights(device_folder: DeviceFolder, path: Path) -> Any:
     """Return the state of a checkpoint, or of a file of weights that a browser sent.
 
     Such a file, NAME.f32, has the trained weights in one row, little-endian float32, in the order
@@ -131,7 +138,7 @@ def load_weights(place: DeviceFolder, path: Path) -> Any:
     import numpy as np
     from onnxruntime import OrtValue
 
-    device = Device(place, place.checkpoint)
+    device = Device(device_folder, device_folder.checkpoint)
     values = np.fromfile(path, "<f4")
     size = device.module.get_parameters_size(True)
     if path.stat().st_size != 4 * size:
@@ -140,11 +147,13 @@ def load_weights(place: DeviceFolder, path: Path) -> Any:
         )
     # The module takes the value inside of the Python class.
     device.module.copy_buffer_to_parameters(OrtValue.ortvalue_from_numpy(values)._ortvalue, True)
-    samples = path.with_suffix(".samples")
+    samples_path = path.with_suffix(".samples")
     try:
-        device.state.properties[SAMPLES] = int(samples.read_text()) if samples.exists() else 0
+        device.state.properties[SAMPLES] = (
+            int(samples_path.read_text()) if samples_path.exists() else 0
+        )
     except ValueError:
-        raise CheckpointError(f"{samples} is not a number of samples") from None
+        raise CheckpointError(f"{samples_path} is not a number of samples") from None
     return device.state
 
 
@@ -157,6 +166,6 @@ def save_state(state: Any, path: Path, with_optimizer: bool) -> None:
     os.replace(partial, path)
 
 
-def int_property(state: Any, name: str) -> int:
+def int_property(state: Any, property_name: str) -> int:
     """Return an integer property of a checkpoint; 0 if absent."""
-    return int(state.properties[name]) if name in state.properties else 0
+    return int(state.properties[property_name]) if property_name in state.properties else 0

@@ -16,8 +16,8 @@ from ortlaunch.run_folder.folder import write_json_atomically
 from ortlaunch.run_folder.records import Evaluation
 from ortlaunch.worker.data import LoadedData
 from ortlaunch.worker.device.device import STEPS, Device, int_property
-from ortlaunch.worker.evaluation.evaluate_model import measured
-from ortlaunch.worker.evaluation.record import table
+from ortlaunch.worker.evaluation.evaluate_model import evaluate_module
+from ortlaunch.worker.evaluation.record import evaluation_lines
 from ortlaunch.worker.model.model import LossModule
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
@@ -33,18 +33,22 @@ class _OnDevice(nn.Module):
         return {name: torch.as_tensor(value) for name, value in self.device.evaluate(batch).items()}
 
 
-def evaluate(place: DeviceFolder, recipe: Recipe, data: LoadedData, checkpoint: Path) -> Evaluation:
+def evaluate_checkpoint(
+    device_folder: DeviceFolder, recipe: Recipe, data: LoadedData, checkpoint: Path
+) -> Evaluation:
     """Evaluate a checkpoint, write evaluation.json, and print the results.
 
     Raises:
         InputError: the recipe has no evaluation data.
     """
     if data.evaluation is None:
-        raise InputError(no_evaluation(place.recipe, recipe.data))
-    device = Device(place, checkpoint)
+        raise InputError(no_evaluation(device_folder.recipe, recipe.data))
+    device = Device(device_folder, checkpoint)
     group = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
-    whole = LossModule(_OnDevice(device))
-    found = measured(recipe, whole, data.evaluation, group, int_property(device.state, STEPS))
-    write_json_atomically(place.evaluation, found.to_json())
-    print(*table(found), f"written to {place.evaluation}", sep="\n")
-    return found
+    loss_module = LossModule(_OnDevice(device))
+    evaluation = evaluate_module(
+        recipe, loss_module, data.evaluation, group, int_property(device.state, STEPS)
+    )
+    write_json_atomically(device_folder.evaluation, evaluation.to_json())
+    print(*evaluation_lines(evaluation), f"written to {device_folder.evaluation}", sep="\n")
+    return evaluation

@@ -19,12 +19,12 @@ from ortlaunch.errors import EngineError, InputError, first_message_line
 from ortlaunch.json_types import Json
 from ortlaunch.ortmodule.torch_in_graph.operator_table import with_forms
 from ortlaunch.recipe import Recipe
-from ortlaunch.worker.data import LoadedData, stack_of
-from ortlaunch.worker.data.mixture import at_hand
+from ortlaunch.worker.data import LoadedData, batch_function
+from ortlaunch.worker.data.mixture import readable_indices
 from ortlaunch.worker.model.chunked_head import LABELS
-from ortlaunch.worker.model.model import LossModule, loss_of
+from ortlaunch.worker.model.model import LossModule, required_loss
 from ortlaunch.worker.onnx.onnx_export import real_batches
-from ortlaunch.worker.onnx.onnx_own import Exported
+from ortlaunch.worker.onnx.onnx_own import ExportedModule
 
 # From 17 on, a LayerNorm is one operator, exported without outputs that ONNX Runtime's gradient
 # needs.
@@ -33,7 +33,7 @@ Batch = dict[str, torch.Tensor]
 Axes = dict[str, dict[int, str]]
 
 
-class WithLoss(Exported):
+class ModelWithLoss(ExportedModule):
     """A model with its loss: the loss and all named outputs."""
 
     def outputs_by_name(self, *tensors: torch.Tensor) -> Batch:
@@ -43,10 +43,10 @@ class WithLoss(Exported):
         others = {
             name: value for name, value in pairs if isinstance(value, torch.Tensor) and value.dim()
         }
-        return {"loss": loss_of(output), **others}
+        return {"loss": required_loss(output), **others}
 
 
-class Forward(NamedTuple):
+class ForwardGraph(NamedTuple):
     """An exported graph, and its parameters by use."""
 
     path: Path
@@ -64,46 +64,59 @@ class Forward(NamedTuple):
     """Shapes of the graph's initializers (weights and constants)."""
 
 
-def labelled_batches(recipe: Recipe, whole: LossModule, data: LoadedData) -> list[Batch]:
+def labelled_batches(recipe: Recipe, loss_module: LossModule, data: LoadedData) -> list[Batch]:
     """Return batches of the run's own data, in the order of the parameters of the model's forward.
 
     The first two batches differ in the number of samples and, for texts, in length.
     """
     samples = data.evaluation or data.train
-    hand = at_hand(samples)
-    chosen = [samples.sample(hand[index % len(hand)], epoch=0) for index in range(3)]
-    few = stack_of(recipe)(chosen)
-    model: Any = whole.model
+    indices_at_hand = readable_indices(samples)
+    chosen_samples = [
+        samples.sample(indices_at_hand[index % len(indices_at_hand)], epoch=0) for index in range(3)
+    ]
+    labelled_batch = batch_function(recipe)(chosen_samples)
+    model: Any = loss_module.model
     # The forward of a peft model has no named parameters.
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
-    taken = inspect.signature(model.forward).parameters
-    if recipe.model.traits.is_own or "input_ids" not in few:
+    forward_parameters = inspect.signature(model.forward).parameters
+    if recipe.model.traits.is_own or "input_ids" not in labelled_batch:
         # A forward with **kwargs accepts everything in the batch.
-        wild = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values())
-        whole_batch = {name: value for name, value in few.items() if wild or name in taken}
+        takes_any_name = any(
+            parameter.kind is inspect.Parameter.VAR_KEYWORD
+            for parameter in forward_parameters.values()
+        )
+        whole_batch = {
+            name: value
+            for name, value in labelled_batch.items()
+            if takes_any_name or name in forward_parameters
+        }
         smaller = {name: value[:2] for name, value in whole_batch.items()}
-        if not recipe.model.traits.is_own and few["labels"].dim() > 1:
+        if not recipe.model.traits.is_own and labelled_batch["labels"].dim() > 1:
             # Transcripts are padded to the longest of their batch.
-            smaller["labels"] = smaller["labels"][:, : few["labels"].size(1) // 2 + 1]
+            smaller["labels"] = smaller["labels"][:, : labelled_batch["labels"].size(1) // 2 + 1]
         return [whole_batch, smaller]
-    found = []
+    graph_batches = []
     for batch in real_batches(model, data):
         rows, length = batch["input_ids"].shape
         labels = {
-            name: _cut(few[name], rows, length, few["input_ids"].size(1))
+            name: _cut_labels(
+                labelled_batch[name], rows, length, labelled_batch["input_ids"].size(1)
+            )
             for name in LABELS
-            if name in few
+            if name in labelled_batch
         }
-        both = {**batch, **labels}
-        found.append({name: both[name] for name in taken if name in both})
-    return found
+        labelled = {**batch, **labels}
+        graph_batches.append(
+            {name: labelled[name] for name in forward_parameters if name in labelled}
+        )
+    return graph_batches
 
 
-def _cut(labels: torch.Tensor, rows: int, length: int, whole: int) -> torch.Tensor:
+def _cut_labels(labels: torch.Tensor, rows: int, length: int, full_length: int) -> torch.Tensor:
     """Return the labels of a smaller batch; at least one label of each text counts."""
     labels = (
         labels[:rows, :length].clone()
-        if labels.dim() > 1 and labels.size(1) == whole
+        if labels.dim() > 1 and labels.size(1) == full_length
         else labels[:rows].clone()
     )
     if labels.dim() > 1 and not labels.is_floating_point():
@@ -113,17 +126,17 @@ def _cut(labels: torch.Tensor, rows: int, length: int, whole: int) -> torch.Tens
     return labels
 
 
-def export(whole: LossModule, batches: list[Batch], path: Path) -> Forward:
+def export_forward_graph(loss_module: LossModule, batches: list[Batch], path: Path) -> ForwardGraph:
     """Write the graph of a model in float32 on the CPU.
 
     Raises:
         InputError: the model keeps statistics of batches, or has nothing to train.
         EngineError: the exporter cannot write the model, or writes a shared weight twice.
     """
-    module = WithLoss(whole.model, tuple(batches[0])).train()
+    module = ModelWithLoss(loss_module.model, tuple(batches[0])).train()
     _require_no_statistics(module)
-    inputs = _axes(batches)
-    outputs = _axes([module.outputs_by_name(*batch.values()) for batch in batches])
+    inputs = _variable_axes(batches)
+    outputs = _variable_axes([module.outputs_by_name(*batch.values()) for batch in batches])
     with warnings.catch_warnings(), torch.random.fork_rng():
         # Warnings about values that tracing fixes; the comparison with PyTorch shows whether they
         # matter.
@@ -140,37 +153,39 @@ def export(whole: LossModule, batches: list[Batch], path: Path) -> Forward:
             raise EngineError(
                 f"--format ondevice: the model does not export: {first_message_line(error)}"
             ) from error
-    _write_sizes(path, batches)
-    return _sorted(module, Forward(path, inputs, outputs, [], [], [], {}))
+    _write_value_shapes(path, batches)
+    return _sort_weights_by_use(module, ForwardGraph(path, inputs, outputs, [], [], [], {}))
 
 
-def _write_sizes(path: Path, batches: list[Batch]) -> None:
+def _write_value_shapes(path: Path, batches: list[Batch]) -> None:
     """Write into the graph the shapes of its intermediate values, from two batches."""
     import onnx
 
     # ONNX Runtime's gradient treats unknown sizes as equal. A broadcast dimension of size 1, such
     # as the batch of BERT's positions, was not summed over, and the gradient was silently wrong.
     model = onnx.load(str(path))
-    made = [name for node in model.graph.node for name in node.output if name]
-    long, short = (_values(model, made, batch) for batch in batches[:2])
-    known = {each.name for each in model.graph.output}
-    words = _open_sizes(batches)
-    for name in made:
-        one = long[name]
-        other = short[name]
-        if name not in known and one.ndim == other.ndim:
-            pairs = zip(one.shape, other.shape)
+    value_names = [name for node in model.graph.node for name in node.output if name]
+    long, short = (_computed_values(model, value_names, batch) for batch in batches[:2])
+    output_names = {graph_output.name for graph_output in model.graph.output}
+    name_by_sizes = _name_by_sizes(batches)
+    for name in value_names:
+        long_value = long[name]
+        short_value = short[name]
+        if name not in output_names and long_value.ndim == short_value.ndim:
+            pairs = zip(long_value.shape, short_value.shape)
             # A size that is the same in both batches is fixed, another one gets a name.
-            sizes = [a if a == b else words.get((a, b), f"size_{a}_{b}") for a, b in pairs]
-            kind = onnx.helper.np_dtype_to_tensor_dtype(one.dtype)
-            model.graph.value_info.append(onnx.helper.make_tensor_value_info(name, kind, sizes))
+            sizes = [a if a == b else name_by_sizes.get((a, b), f"size_{a}_{b}") for a, b in pairs]
+            element_type = onnx.helper.np_dtype_to_tensor_dtype(long_value.dtype)
+            model.graph.value_info.append(
+                onnx.helper.make_tensor_value_info(name, element_type, sizes)
+            )
     onnx.save(model, str(path))
 
 
-def _open_sizes(batches: list[Batch]) -> dict[tuple[int, int], str]:
+def _name_by_sizes(batches: list[Batch]) -> dict[tuple[int, int], str]:
     """Return the names of variable sizes: (size in batch 0, size in batch 1) -> name."""
     pairs = dict[tuple[int, int], str]()
-    axes = _axes(batches)
+    axes = _variable_axes(batches)
     for name, value in batches[0].items():
         pairs.update(
             {
@@ -181,21 +196,23 @@ def _open_sizes(batches: list[Batch]) -> dict[tuple[int, int], str]:
     return pairs
 
 
-def _values(model: Any, names: list[str], batch: Batch) -> Json:
+def _computed_values(model: Any, names: list[str], batch: Batch) -> Json:
     """Return all values that the graph computes for one batch, by name."""
     import onnx
     import onnxruntime
 
-    whole = onnx.ModelProto()
-    whole.CopyFrom(model)
-    given = {each.name for each in model.graph.output}
-    whole.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names if name not in given)
+    full_graph = onnx.ModelProto()
+    full_graph.CopyFrom(model)
+    output_names = {graph_output.name for graph_output in model.graph.output}
+    full_graph.graph.output.extend(
+        onnx.ValueInfoProto(name=name) for name in names if name not in output_names
+    )
     options = onnxruntime.SessionOptions()
     # An optimized graph would not have all values.
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     try:
         session = onnxruntime.InferenceSession(
-            whole.SerializeToString(), options, providers=["CPUExecutionProvider"]
+            full_graph.SerializeToString(), options, providers=["CPUExecutionProvider"]
         )
     # onnxruntime has a class of its own for each type of error.
     except Exception as error:
@@ -208,49 +225,55 @@ def _values(model: Any, names: list[str], batch: Batch) -> Json:
 
 
 def _require_no_statistics(module: nn.Module) -> None:
-    kept = [
+    tracking_names = [
         name for name, part in module.named_modules() if getattr(part, "track_running_stats", False)
     ]
-    if kept:
+    if tracking_names:
         raise InputError(
-            f"--format ondevice: {kept[0]} tracks batch statistics, which a device does not update"
+            f"--format ondevice: {tracking_names[0]} tracks batch statistics, which a device does not update"
         )
 
 
-def _axes(batches: list[Batch]) -> Axes:
+def _variable_axes(batches: list[Batch]) -> Axes:
     """Return the variable axes: axis 0 is "batch"; others that differ in two batches, "length"."""
-    (long, short), found = batches[:2], Axes()
+    (long, short), axes_by_name = batches[:2], Axes()
     for name, value in long.items():
-        open_ones = [
+        variable_axes = [
             axis for axis in range(1, value.dim()) if value.size(axis) != short[name].size(axis)
         ]
-        found[name] = {0: "batch", **dict.fromkeys(open_ones, "length")} if value.dim() else {}
-    return found
+        axes_by_name[name] = (
+            {0: "batch", **dict.fromkeys(variable_axes, "length")} if value.dim() else {}
+        )
+    return axes_by_name
 
 
-def _sorted(module: WithLoss, forward: Forward) -> Forward:
+def _sort_weights_by_use(module: ModelWithLoss, forward: ForwardGraph) -> ForwardGraph:
     """Sort the graph's weights: trained ones require gradients and are used by the loss."""
     import onnx
 
     graph = onnx.load(str(forward.path)).graph
-    used = _used(graph)
-    there = {each.name: list(each.dims) for each in graph.initializer}
-    forward.shapes.update(there)
+    used_values = _values_of_loss(graph)
+    initializer_shapes = {
+        initializer.name: list(initializer.dims) for initializer in graph.initializer
+    }
+    forward.shapes.update(initializer_shapes)
     # A shared parameter has several names in the model, and one of them in the graph.
     aliases: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(parameter), []).append(name)
     for parameter in module.parameters():
-        names = [name for name in aliases[id(parameter)] if name in there]
+        names = [name for name in aliases[id(parameter)] if name in initializer_shapes]
         if len(names) > 1:
             raise EngineError(
                 f"--format ondevice: the exporter wrote one weight as {' and '.join(names)}"
             )
-        if parameter.requires_grad and used.isdisjoint(names):
+        if parameter.requires_grad and used_values.isdisjoint(names):
             forward.unused.append(aliases[id(parameter)][0])
-        (forward.trained if parameter.requires_grad and used & {*names} else forward.frozen).extend(
-            names
-        )
+        (
+            forward.trained
+            if parameter.requires_grad and used_values & {*names}
+            else forward.frozen
+        ).extend(names)
     if not forward.trained:
         raise InputError(
             "--format ondevice: the model has nothing to train; its loss uses no trained parameter"
@@ -258,15 +281,15 @@ def _sorted(module: WithLoss, forward: Forward) -> Forward:
     return forward
 
 
-def _used(graph: Any) -> set[str]:
+def _values_of_loss(graph: Any) -> set[str]:
     """Return the names of all values that the loss depends on."""
-    makers = {name: node for node in graph.node for name in node.output}
-    found = set[str]()
+    node_by_output = {name: node for node in graph.node for name in node.output}
+    used_values = set[str]()
     # The first output is the loss.
-    left = [graph.output[0].name]
-    while left:
-        name = left.pop()
-        if name not in found:
-            found.add(name)
-            left += makers[name].input if name in makers else ()
-    return found
+    pending_values = [graph.output[0].name]
+    while pending_values:
+        name = pending_values.pop()
+        if name not in used_values:
+            used_values.add(name)
+            pending_values += node_by_output[name].input if name in node_by_output else ()
+    return used_values

@@ -11,16 +11,18 @@ import torch
 from ortlaunch.errors import EngineError
 from ortlaunch.json_types import Json
 from ortlaunch.run_folder.device_folder import DeviceFolder
-from ortlaunch.worker.device.artifacts import LIMIT
+from ortlaunch.worker.device.artifacts import DIFFERENCE_LIMIT
 from ortlaunch.worker.device.device import Device
-from ortlaunch.worker.onnx.onnx_export import largest
-from ortlaunch.worker.onnx.onnx_model import Batch, arrays
+from ortlaunch.worker.onnx.onnx_export import largest_or_nan
+from ortlaunch.worker.onnx.onnx_model import Batch, graph_input_arrays
 
 # Sizes of the batch for the comparison.
 _SIZES = {"batch": 3, "length": 7}
 
 
-def export(place: DeviceFolder, checkpoint: Path, to: Path) -> None:
+def export_for_inference(
+    device_folder: DeviceFolder, checkpoint: Path, target_folder: Path
+) -> None:
     """Write a new folder with model.onnx, config and tokenizer.
 
     The graph is compared with the evaluation graph before the folder gets its name.
@@ -29,37 +31,45 @@ def export(place: DeviceFolder, checkpoint: Path, to: Path) -> None:
         InputError: the model returns a loss alone.
         EngineError: the outputs of the two graphs differ.
     """
-    partial = to.with_name(f"{to.name}.partial")
+    partial = target_folder.with_name(f"{target_folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    device = Device(place, checkpoint)
+    device = Device(device_folder, checkpoint)
     outputs = device.save_for_inference(partial / "model.onnx")
-    worst = _difference(device, place, partial / "model.onnx", outputs)
+    largest_found = _largest_difference(device, device_folder, partial / "model.onnx", outputs)
     # `not <=` also refuses nan.
-    if not worst <= LIMIT:
+    if not largest_found <= DIFFERENCE_LIMIT:
         raise EngineError(
-            f"model.onnx and {place.eval} differ by {worst:.3g}; the limit is {LIMIT:g}"
+            f"model.onnx and {device_folder.eval} differ by {largest_found:.3g}; the limit is {DIFFERENCE_LIMIT:g}"
         )
-    _copy_surroundings(place, partial)
-    partial.replace(to)
+    _copy_config_and_tokenizer(device_folder, partial)
+    partial.replace(target_folder)
     print(
-        f"{', '.join(outputs)} differ from the evaluation graph's by at most {worst:.2g} (limit "
-        f"{LIMIT:g})"
+        f"{', '.join(outputs)} differ from the evaluation graph's by at most {largest_found:.2g} (limit "
+        f"{DIFFERENCE_LIMIT:g})"
     )
-    print(f"model for onnxruntime: {to / 'model.onnx'}")
+    print(f"model for onnxruntime: {target_folder / 'model.onnx'}")
 
 
-def _difference(device: Device, place: DeviceFolder, path: Path, outputs: list[str]) -> float:
+def _largest_difference(
+    device: Device, device_folder: DeviceFolder, path: Path, outputs: list[str]
+) -> float:
     import onnxruntime
 
-    batch = _made_up(device, place)
+    batch = _random_batch(device, device_folder)
     expected = device.evaluate(batch)
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    found = session.run(outputs, arrays([each.name for each in session.get_inputs()], batch))
-    return largest(float(abs(one - expected[name]).max()) for name, one in zip(outputs, found))
+    output_arrays = session.run(
+        outputs,
+        graph_input_arrays([graph_input.name for graph_input in session.get_inputs()], batch),
+    )
+    return largest_or_nan(
+        float(abs(output_array - expected[name]).max())
+        for name, output_array in zip(outputs, output_arrays)
+    )
 
 
-def _made_up(device: Device, place: DeviceFolder) -> Batch:
+def _random_batch(device: Device, device_folder: DeviceFolder) -> Batch:
     """Return a random batch for the evaluation graph.
 
     Integers are 0 and 1, which are valid for any vocabulary and any number of classes.
@@ -68,24 +78,30 @@ def _made_up(device: Device, place: DeviceFolder) -> Batch:
 
     # A fixed seed, so that the printed difference is reproducible.
     generator = torch.Generator().manual_seed(0)
-    graph = onnx.load(str(place.eval)).graph
-    named: Json = {each.name: each.type.tensor_type for each in graph.input}
-    found = {}
+    graph = onnx.load(str(device_folder.eval)).graph
+    type_by_input: Json = {
+        graph_input.name: graph_input.type.tensor_type for graph_input in graph.input
+    }
+    random_batch = {}
     for name in device.inputs:
-        shape = [_SIZES.get(axis.dim_param, axis.dim_value) for axis in named[name].shape.dim]
+        shape = [
+            _SIZES.get(axis.dim_param, axis.dim_value) for axis in type_by_input[name].shape.dim
+        ]
         dtype = torch.from_numpy(
-            np.zeros(1, onnx.helper.tensor_dtype_to_np_dtype(named[name].elem_type))
+            np.zeros(1, onnx.helper.tensor_dtype_to_np_dtype(type_by_input[name].elem_type))
         ).dtype
         numbers = torch.randn(shape, generator=generator)
-        found[name] = numbers.to(dtype) if dtype.is_floating_point else (numbers > 0).to(dtype)
+        random_batch[name] = (
+            numbers.to(dtype) if dtype.is_floating_point else (numbers > 0).to(dtype)
+        )
         # No text may be all padding, nor without a label.
-        found[name][..., 0] = 1
-    return found
+        random_batch[name][..., 0] = 1
+    return random_batch
 
 
-def _copy_surroundings(place: DeviceFolder, folder: Path) -> None:
+def _copy_config_and_tokenizer(device_folder: DeviceFolder, folder: Path) -> None:
     """Copy config and tokenizer, in the layout of a transformers folder."""
-    ours = {place.description.name, place.evaluation.name}
-    for path in sorted(place.path.iterdir()):
-        if path.suffix in (".json", ".txt", ".model", ".jinja") and path.name not in ours:
+    own_file_names = {device_folder.description.name, device_folder.evaluation.name}
+    for path in sorted(device_folder.path.iterdir()):
+        if path.suffix in (".json", ".txt", ".model", ".jinja") and path.name not in own_file_names:
             shutil.copy(path, folder / path.name)

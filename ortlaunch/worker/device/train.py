@@ -13,7 +13,7 @@ from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.device_folder import DeviceFolder
 from ortlaunch.units import count_with_noun
-from ortlaunch.worker.data import Batches, LoadedData, stack_of
+from ortlaunch.worker.data import Batches, LoadedData, batch_function
 from ortlaunch.worker.device.device import (
     AVERAGED,
     SAMPLES,
@@ -21,108 +21,128 @@ from ortlaunch.worker.device.device import (
     Device,
     int_property,
     load_state,
-    require,
+    require_training_api,
     save_state,
 )
-from ortlaunch.worker.engine.schedule import factor
+from ortlaunch.worker.engine.schedule import learning_rate_factor
 
 
-class _Span(NamedTuple):
+class _StepSpan(NamedTuple):
     """The steps [first, last) of this command, of the `total` steps of the recipe."""
 
-    first: int
-    last: int
-    total: int
+    first_step: int
+    end_step: int
+    total_steps: int
 
 
-def train(
-    place: DeviceFolder,
+def train_on_device(
+    device_folder: DeviceFolder,
     recipe: Recipe,
     data: LoadedData,
     checkpoint: Path,
-    to: Path,
-    steps: int | None,
+    target_path: Path,
+    max_steps: int | None,
 ) -> None:
-    """Train to the end of the recipe, or at most `steps` steps, and save.
+    """Train to the end of the recipe, or at most `max_steps` steps, and save.
 
     Raises:
         InputError: no step is left.
         NonFiniteError: a loss is inf or nan; nothing is saved.
     """
-    require()
-    micro = recipe.batch.micro_size
-    assert isinstance(micro, int), "the artifacts' recipe has a number"
-    span = _span(recipe, len(data.train), micro, checkpoint, steps)
+    require_training_api()
+    micro_samples = recipe.batch.micro_size
+    assert isinstance(micro_samples, int), "the artifacts' recipe has a number"
+    step_span = _step_span(recipe, len(data.train), micro_samples, checkpoint, max_steps)
     # The seed of dropout; it differs from command to command, as each begins at another step.
-    import_module("onnxruntime").set_seed(recipe.seed + span.first)
-    device = Device(place, checkpoint, trains=True)
-    if steps is not None and span.first + steps > span.last:
-        left = count_with_noun(span.last - span.first, "step")
+    import_module("onnxruntime").set_seed(recipe.seed + step_span.first_step)
+    device = Device(device_folder, checkpoint, is_training=True)
+    if max_steps is not None and step_span.first_step + max_steps > step_span.end_step:
+        steps_left = count_with_noun(step_span.end_step - step_span.first_step, "step")
         print(
-            f"--steps {steps}: {left} of {span.total} left; for more: "
-            f"{_more(recipe, span.first + steps)}"
+            f"--steps {max_steps}: {steps_left} of {step_span.total_steps} left; for more: "
+            f"{_more_steps_options(recipe, step_span.first_step + max_steps)}"
         )
     print(
-        f"steps {span.first + 1} to {span.last} of {span.total}, "
-        f"each one pass over {micro} samples",
+        f"steps {step_span.first_step + 1} to {step_span.end_step} of {step_span.total_steps}, "
+        f"each one pass over {micro_samples} samples",
         flush=True,
     )
     # One rank and one pass: the global batch is the micro batch.
-    plan = BatchPlan(micro, micro, 1, 1, None)
+    plan = BatchPlan(micro_samples, micro_samples, 1, 1, None)
     losses = _run_steps(
-        device, recipe, Batches(data.train, plan, recipe.seed, stack=stack_of(recipe)), span
+        device,
+        recipe,
+        Batches(data.train, plan, recipe.seed, stack=batch_function(recipe)),
+        step_span,
     )
-    _count(device.state, span, micro)
-    save_state(device.state, to, with_optimizer=True)
+    _update_counts(device.state, step_span, micro_samples)
+    save_state(device.state, target_path, with_optimizer=True)
     print(
-        f"trained {len(losses)} steps, {len(losses) * micro} samples, "
-        f"loss {losses[0]:.4f} to {losses[-1]:.4f}: {to}"
+        f"trained {len(losses)} steps, {len(losses) * micro_samples} samples, "
+        f"loss {losses[0]:.4f} to {losses[-1]:.4f}: {target_path}"
     )
 
 
-def _span(recipe: Recipe, samples: int, micro: int, checkpoint: Path, steps: int | None) -> _Span:
-    first = int_property(load_state(checkpoint), STEPS)
-    total = recipe.train.max_steps
-    if total is None:
+def _step_span(
+    recipe: Recipe, sample_count: int, micro_samples: int, checkpoint: Path, max_steps: int | None
+) -> _StepSpan:
+    first_step = int_property(load_state(checkpoint), STEPS)
+    total_steps = recipe.train.max_steps
+    if total_steps is None:
         # Rounded first, so that float errors do not add a step.
-        total = max(1, math.ceil(round((recipe.train.epochs or 0.0) * samples / micro, 6)))
-    if first >= total:
-        raise InputError(
-            f"{checkpoint} has {first} steps of {total}; for more: {_more(recipe, 2 * total)}"
+        total_steps = max(
+            1, math.ceil(round((recipe.train.epochs or 0.0) * sample_count / micro_samples, 6))
         )
-    return _Span(first, total if steps is None else min(first + steps, total), total)
+    if first_step >= total_steps:
+        raise InputError(
+            f"{checkpoint} has {first_step} steps of {total_steps}; for more: "
+            f"{_more_steps_options(recipe, 2 * total_steps)}"
+        )
+    return _StepSpan(
+        first_step,
+        total_steps if max_steps is None else min(first_step + max_steps, total_steps),
+        total_steps,
+    )
 
 
-def _more(recipe: Recipe, steps: int) -> str:
+def _more_steps_options(recipe: Recipe, total_steps: int) -> str:
     """Return the command line options that raise the total to this number of steps."""
-    return f"train.max_steps={steps}" + (
+    return f"train.max_steps={total_steps}" + (
         " train.epochs=null" if recipe.train.epochs is not None else ""
     )
 
 
-def _run_steps(device: Device, recipe: Recipe, batches: Batches, span: _Span) -> list[float]:
+def _run_steps(
+    device: Device, recipe: Recipe, batches: Batches, step_span: _StepSpan
+) -> list[float]:
     """Run the steps; return the loss of each."""
     losses = list[float]()
     began = time.monotonic()
-    for step in range(span.first, span.last):
-        rate = recipe.optimizer.learning_rate * factor(recipe.schedule, step, span.total)
-        losses.append(device.step(batches.micro_batch(step, 0, 0), rate))
+    for step in range(step_span.first_step, step_span.end_step):
+        learning_rate = recipe.optimizer.learning_rate * learning_rate_factor(
+            recipe.schedule, step, step_span.total_steps
+        )
+        losses.append(device.train_step(batches.micro_batch(step, 0, 0), learning_rate))
         if not math.isfinite(losses[-1]):
             raise NonFiniteError(f"step {step + 1}: the loss is {losses[-1]}; nothing is saved")
-        if (step + 1) % recipe.log.every_steps == 0 or step + 1 == span.last:
+        if (step + 1) % recipe.log.every_steps == 0 or step + 1 == step_span.end_step:
             speed = len(losses) * batches.batch.micro_samples / (time.monotonic() - began)
             line = (
-                f"step {step + 1}/{span.total}  loss {losses[-1]:.4f}  "
-                f"lr {rate:.3g}  {speed:,.1f} samples/s"
+                f"step {step + 1}/{step_span.total_steps}  loss {losses[-1]:.4f}  "
+                f"lr {learning_rate:.3g}  {speed:,.1f} samples/s"
             )
             print(line, flush=True)
     return losses
 
 
-def _count(state: Any, span: _Span, micro: int) -> None:
+def _update_counts(checkpoint_state: Any, step_span: _StepSpan, micro_samples: int) -> None:
     """Update the checkpoint's counts of steps and of samples since the last average."""
     # An average has the sum of its parts as SAMPLES, so that the count begins again after it.
-    before = 0 if int_property(state, AVERAGED) else int_property(state, SAMPLES)
-    properties = state.properties
-    properties[STEPS], properties[AVERAGED] = span.last, 0
-    properties[SAMPLES] = before + (span.last - span.first) * micro
+    samples_before = (
+        0 if int_property(checkpoint_state, AVERAGED) else int_property(checkpoint_state, SAMPLES)
+    )
+    properties = checkpoint_state.properties
+    properties[STEPS], properties[AVERAGED] = step_span.end_step, 0
+    properties[SAMPLES] = (
+        samples_before + (step_span.end_step - step_span.first_step) * micro_samples
+    )

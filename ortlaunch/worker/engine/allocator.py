@@ -21,11 +21,11 @@ _LARGEST = 32 << 20
 # torch reads this variable when it allocates its first tensor.
 _HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 # glibc reads it as an unsigned integer, which is more than any process can hold.
-_NEVER = -1
+_NEVER_TRIM = -1
 _REPORTING = Path("/sys/module/page_reporting/parameters/page_reporting_order")
 # The kernel's value is 2^32 - 1 until a balloon driver enables the reports.
 _LARGEST_ORDER = 64
-KEPT = "kept by the process from step to step, in blocks of up to 32 MiB"
+KEPT_MEMORY_TEXT = "kept by the process from step to step, in blocks of up to 32 MiB"
 
 
 def keep_freed_memory(environ: MutableMapping[str, str]) -> str:
@@ -34,24 +34,28 @@ def keep_freed_memory(environ: MutableMapping[str, str]) -> str:
     Nothing changes without glibc, or where the environment already configures malloc (MALLOC_*,
     GLIBC_TUNABLES, LD_PRELOAD).
     """
-    chosen = [name for name in sorted(environ) if name.startswith("MALLOC_")]
-    chosen += ["GLIBC_TUNABLES"] if "glibc.malloc" in environ.get("GLIBC_TUNABLES", "") else []
-    chosen += ["LD_PRELOAD"] if "malloc" in environ.get("LD_PRELOAD", "") else []
-    if chosen:
-        return f"from the environment: {', '.join(f'{name}={environ[name]}' for name in chosen)}"
+    user_variables = [name for name in sorted(environ) if name.startswith("MALLOC_")]
+    user_variables += (
+        ["GLIBC_TUNABLES"] if "glibc.malloc" in environ.get("GLIBC_TUNABLES", "") else []
+    )
+    user_variables += ["LD_PRELOAD"] if "malloc" in environ.get("LD_PRELOAD", "") else []
+    if user_variables:
+        return f"from the environment: {', '.join(f'{name}={environ[name]}' for name in user_variables)}"
     if platform.libc_ver()[0] != "glibc":
         return "released by malloc, which is not glibc's"
-    pages = _choose_pages(environ)
+    pages = _enable_huge_pages_if_faster(environ)
     libc = ctypes.CDLL(None)
-    done = libc.mallopt(_MMAP_THRESHOLD, _LARGEST) and libc.mallopt(_TRIM_THRESHOLD, _NEVER)
+    was_accepted = libc.mallopt(_MMAP_THRESHOLD, _LARGEST) and libc.mallopt(
+        _TRIM_THRESHOLD, _NEVER_TRIM
+    )
     return (
-        f"{KEPT}; larger ones {pages}"
-        if done
+        f"{KEPT_MEMORY_TEXT}; larger ones {pages}"
+        if was_accepted
         else "released by glibc, which refused other settings"
     )
 
 
-def _choose_pages(environ: MutableMapping[str, str]) -> str:
+def _enable_huge_pages_if_faster(environ: MutableMapping[str, str]) -> str:
     """Enable torch's huge pages where they are faster; return a description of the pages in use."""
     if _HUGE_PAGES in environ:
         return f"as {_HUGE_PAGES}={environ[_HUGE_PAGES]} says"
@@ -77,7 +81,7 @@ def host_takes_free_memory() -> bool:
         return False
 
 
-def give_back_freed_memory() -> None:
+def trim_heap() -> None:
     """Trim the heap, after work that training does not repeat: an export, a comparison."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)

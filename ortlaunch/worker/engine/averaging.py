@@ -20,7 +20,7 @@ from ortlaunch.errors import EngineError
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
 
-class Averaging:
+class GradientAveraging:
     """A model whose gradients are averaged in the last backward pass of a step.
 
     The first pass shows whether every rank uses every trained parameter. All ranks make the same
@@ -33,8 +33,10 @@ class Averaging:
         self.module = nn.parallel.DistributedDataParallel(
             model, device_ids=ids, gradient_as_bucket_view=True
         )
-        self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.unused: tuple[str, ...] = ()
+        self.trained_parameters = {
+            name: p for name, p in model.named_parameters() if p.requires_grad
+        }
+        self.unused_names: tuple[str, ...] = ()
         """Trained parameters without a gradient on some rank in the first pass.
 
         If there are any, gradients are averaged by hand.
@@ -42,48 +44,54 @@ class Averaging:
         self._has_checked = False
 
     @contextlib.contextmanager
-    def of(self, last: bool) -> Iterator[None]:
+    def average_around_pass(self, is_last_pass: bool) -> Iterator[None]:
         """Average gradients around one forward and backward pass.
 
         Args:
-            last: this is the last pass of the accumulation; gradients are averaged only then.
+            is_last_pass: this is the last pass of the accumulation; gradients are averaged only then.
 
         Raises:
             EngineError: a parameter was used in the first pass and not in this one.
         """
-        by_hand = bool(self.unused) or not self._has_checked
-        with self.module.no_sync() if by_hand or not last else contextlib.nullcontext():
+        by_hand = bool(self.unused_names) or not self._has_checked
+        with self.module.no_sync() if by_hand or not is_last_pass else contextlib.nullcontext():
             yield
         if not self._has_checked:
             self._find_unused()
-        if last and by_hand:
-            self._average()
-        elif last:
-            self._require_averaged()
+        if is_last_pass and by_hand:
+            self._average_by_hand()
+        elif is_last_pass:
+            self._raise_if_not_averaged()
 
     def _find_unused(self) -> None:
-        found = [name for name, parameter in self.trained.items() if parameter.grad is None]
-        anywhere = set().union(*self.group.gather(found))
-        self.unused = tuple(name for name in self.trained if name in anywhere)
+        unused_on_rank = [
+            name for name, parameter in self.trained_parameters.items() if parameter.grad is None
+        ]
+        unused_on_some_rank = set().union(*self.group.gather(unused_on_rank))
+        self.unused_names = tuple(
+            name for name in self.trained_parameters if name in unused_on_some_rank
+        )
         self._has_checked = True
-        if self.unused:
+        if self.unused_names:
             self.group.print_once(
-                f"the loss does not use {listed(self.unused)}: gradients are averaged after "
+                f"the loss does not use {names_text(self.unused_names)}: gradients are averaged after "
                 "the backward pass, not during it; freeze unused parameters "
                 "(requires_grad_(False)) to save time"
             )
 
-    def _average(self) -> None:
+    def _average_by_hand(self) -> None:
         """Average the gradients by hand, with the same result as DistributedDataParallel.
 
         A parameter that no rank used keeps no gradient.
         """
-        used = torch.tensor([p.grad is not None for p in self.trained.values()], dtype=torch.uint8)
-        used = used.to(self.group.device)
-        dist.all_reduce(used, dist.ReduceOp.MAX)
+        is_used = torch.tensor(
+            [p.grad is not None for p in self.trained_parameters.values()], dtype=torch.uint8
+        )
+        is_used = is_used.to(self.group.device)
+        dist.all_reduce(is_used, dist.ReduceOp.MAX)
         under_way: list[torch.distributed.Work] = []
-        for parameter, by_some in zip(self.trained.values(), used.tolist()):
-            if by_some:
+        for parameter, is_used_by_some in zip(self.trained_parameters.values(), is_used.tolist()):
+            if is_used_by_some:
                 parameter.grad = (
                     torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 )
@@ -94,21 +102,21 @@ class Averaging:
         # The next forward pass then copies rank 0's buffers, as after an averaging pass.
         self.module.require_forward_param_sync = True
 
-    def _require_averaged(self) -> None:
+    def _raise_if_not_averaged(self) -> None:
         # DistributedDataParallel itself reports a missing gradient in the next forward pass only,
         # when the weights have changed already.
         try:
             self.module._check_reducer_finalized()
         except RuntimeError as error:
-            numbers = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
-            names = list(self.trained)
+            reported_indices = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+            names = list(self.trained_parameters)
             missing = (
-                [names[int(number)] for number in numbers[1].split()]
-                if numbers
+                [names[int(parameter_index)] for parameter_index in reported_indices[1].split()]
+                if reported_indices
                 else ["some parameters"]
             )
             raise EngineError(
-                f"the loss of this step does not use {listed(missing)} on rank "
+                f"the loss of this step does not use {names_text(missing)} on rank "
                 f"{self.group.rank}, but the first step's loss did, so gradients could not be "
                 "averaged; use every trained parameter in every forward pass (as 0 * "
                 "parameter.sum()), freeze it, or train with DeepSpeed: zero={stage: 0}"
@@ -127,7 +135,7 @@ class UsedParameters:
             for name, parameter in self._trained.items()
         ]
 
-    def unused(self) -> tuple[str, ...]:
+    def end_and_list_unused(self) -> tuple[str, ...]:
         """Return the parameters that no rank's loss has used, and end the record (collective)."""
         for hook in self._hooks:
             hook.remove()
@@ -135,6 +143,6 @@ class UsedParameters:
         return tuple(name for name in self._trained if name not in used)
 
 
-def listed(names: Collection[str]) -> str:
-    shown = ", ".join(list(names)[:5])
-    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
+def names_text(parameter_names: Collection[str]) -> str:
+    shown = ", ".join(list(parameter_names)[:5])
+    return shown if len(parameter_names) <= 5 else f"{shown} and {len(parameter_names) - 5} more"

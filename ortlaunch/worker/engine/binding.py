@@ -21,7 +21,7 @@ from ortlaunch.run_folder.engine_report import Binding
 _SYSTEM = Path("/sys/devices/system")
 _GPUS = Path("/proc/driver/nvidia/gpus")
 _PCI = Path("/sys/bus/pci/devices")
-_THREADS = "OMP_NUM_THREADS"
+_THREADS_VARIABLE = "OMP_NUM_THREADS"
 
 
 class Cpu(NamedTuple):
@@ -30,14 +30,14 @@ class Cpu(NamedTuple):
     node: int
     core: int
     """The first logical processor of its core."""
-    number: int
+    cpu_number: int
     # The order of the fields is the sort order: processors of a core and of a node stay together.
 
 
 class Bound(NamedTuple):
     """The binding of one rank."""
 
-    asked: str
+    requested_binding: str
     """The value of `launch.binding`."""
     used: str
     """core, numa or none."""
@@ -45,47 +45,58 @@ class Bound(NamedTuple):
     """The logical processors on which the rank may run."""
     threads: int | None
     """The rank's share of these processors; None if it is not bound."""
-    why: str | None
+    unbound_reason: str | None
     """The reason why the rank is not bound; None if it is."""
 
-    def report(self, cores: list[str], used: list[str]) -> Binding:
+    def binding_record(self, cores_by_rank: list[str], bindings_by_rank: list[str]) -> Binding:
         """Return the record for engine.json.
 
         Args:
-            cores: the cores of every rank.
-            used: the binding of every rank; hosts may differ in ranks and cores.
+            cores_by_rank: the cores of every rank.
+            bindings_by_rank: the binding of every rank; hosts may differ in ranks and cores.
         """
-        how = next((word for word in used if word != "none"), "none")
-        return Binding(self.asked, how, None if how != "none" else self.why, cores)
+        common_binding = next(
+            (rank_binding for rank_binding in bindings_by_rank if rank_binding != "none"), "none"
+        )
+        return Binding(
+            self.requested_binding,
+            common_binding,
+            None if common_binding != "none" else self.unbound_reason,
+            cores_by_rank,
+        )
 
 
-def bind(asked: str, plan: Plan, rank: Rank, environ: MutableMapping[str, str]) -> Bound:
+def bind_process_to_cores(
+    requested_binding: str, plan: Plan, rank: Rank, environ: MutableMapping[str, str]
+) -> Bound:
     """Bind this process and the threads that it will start, as `launch.binding` requires.
 
     Raises:
         LaunchError: the user set more threads than a bound rank has cores.
     """
-    allowed = os.sched_getaffinity(0)
-    if asked == "none":
-        return Bound(asked, "none", tuple(sorted(allowed)), None, "not requested")
+    allowed_cpus = os.sched_getaffinity(0)
+    if requested_binding == "none":
+        return Bound(requested_binding, "none", tuple(sorted(allowed_cpus)), None, "not requested")
     if not plan.started_by.is_ours:
-        why = "your own launcher binds ranks: srun --cpu-bind, mpirun --bind-to"
-        return Bound(asked, "none", tuple(sorted(allowed)), None, why)
-    found = choose(asked, cpus_of(allowed), rank, gpu_nodes(plan, rank, environ))
-    if found.threads is None:
-        return found
-    threads = _requested_threads(plan, environ) or found.threads
-    if threads > len(found.cpus):
-        why = f"{_THREADS} is {threads}, and a rank would have {len(found.cpus)} cores"
-        if asked != "auto":
+        unbound_reason = "your own launcher binds ranks: srun --cpu-bind, mpirun --bind-to"
+        return Bound(requested_binding, "none", tuple(sorted(allowed_cpus)), None, unbound_reason)
+    rank_binding = choose_cores(
+        requested_binding, sort_cpus_by_node(allowed_cpus), rank, gpu_nodes(plan, rank, environ)
+    )
+    if rank_binding.threads is None:
+        return rank_binding
+    threads = _requested_threads(plan, environ) or rank_binding.threads
+    if threads > len(rank_binding.cpus):
+        unbound_reason = f"{_THREADS_VARIABLE} is {threads}, and a rank would have {len(rank_binding.cpus)} cores"
+        if requested_binding != "auto":
             raise LaunchError(
-                f"launch.binding is {asked}, {why}; lower it, or set launch.binding=none"
+                f"launch.binding is {requested_binding}, {unbound_reason}; lower it, or set launch.binding=none"
             )
-        return Bound(asked, "none", tuple(sorted(allowed)), None, why)
+        return Bound(requested_binding, "none", tuple(sorted(allowed_cpus)), None, unbound_reason)
     # Threads inherit the affinity of the process when they start: later would be too late.
-    os.sched_setaffinity(0, found.cpus)
-    environ[_THREADS] = str(threads)
-    return found._replace(threads=threads)
+    os.sched_setaffinity(0, rank_binding.cpus)
+    environ[_THREADS_VARIABLE] = str(threads)
+    return rank_binding._replace(threads=threads)
 
 
 def let_waiting_threads_sleep(environ: MutableMapping[str, str]) -> None:
@@ -102,93 +113,129 @@ def _requested_threads(plan: Plan, environ: Mapping[str, str]) -> int | None:
     """Return the user's number of threads, or None."""
     # The variable may also be ours, because torchrun is started with it: only values that the plan
     # forwards or sets come from the user.
-    asked = environ.get(_THREADS, "") if _THREADS in (*plan.forward, *dict(plan.env)) else ""
-    return int(asked) if asked.isdecimal() and int(asked) else None
+    requested_threads = (
+        environ.get(_THREADS_VARIABLE, "")
+        if _THREADS_VARIABLE in (*plan.forward, *dict(plan.env))
+        else ""
+    )
+    return (
+        int(requested_threads) if requested_threads.isdecimal() and int(requested_threads) else None
+    )
 
 
-def choose(asked: str, cpus: Sequence[Cpu], rank: Rank, gpus: Sequence[int | None] = ()) -> Bound:
+def choose_cores(
+    requested_binding: str,
+    cpus: Sequence[Cpu],
+    rank: Rank,
+    nodes_of_gpus: Sequence[int | None] = (),
+) -> Bound:
     """Choose the logical processors of this rank.
 
     Args:
-        asked: the value of `launch.binding`.
+        requested_binding: the value of `launch.binding`.
         cpus: the processors that the ranks of this host share, in order.
         rank: this rank.
-        gpus: the NUMA node of each local rank's GPU; empty on a CPU.
+        nodes_of_gpus: the NUMA node of each local rank's GPU; empty on a CPU.
     """
-    everything = tuple(sorted(cpu.number for cpu in cpus))
-    ranks = rank.local_world_size
+    all_cpus = tuple(sorted(cpu.cpu_number for cpu in cpus))
+    rank_count = rank.local_world_size
     nodes = sorted({cpu.node for cpu in cpus})
     cores = sorted({(cpu.node, cpu.core) for cpu in cpus})
-    why = None
-    if asked == "core" and ranks > len(cores):
-        why = f"there are {ranks} ranks and {len(cores)} cores"
-    elif asked == "core" and ranks == 1:
-        why = "one rank has all cores"
-    elif asked != "core" and len(nodes) == 1:
-        why = "its cores are one NUMA node"
-    elif asked != "core" and ranks == 1 and not gpus:
-        why = "one rank has all NUMA nodes"
-    elif asked == "auto" and not gpus and ranks % len(nodes):
-        why = f"{ranks} ranks cannot be divided evenly among {len(nodes)} NUMA nodes"
-    if why:
-        return Bound(asked, "none", everything, None, why)
-    if asked == "core":
-        found = _dealt(cpus, cores, rank)
-        return Bound(asked, "core", tuple(sorted(found)), len(found), None)
-    of_rank = [_nodes_of(local, ranks, nodes, gpus) for local in range(ranks)]
-    found = [cpu.number for cpu in cpus if cpu.node in of_rank[rank.local_rank]]
-    sharing = of_rank.count(of_rank[rank.local_rank])
-    return Bound(asked, "numa", tuple(sorted(found)), max(1, len(found) // sharing), None)
+    unbound_reason = None
+    if requested_binding == "core" and rank_count > len(cores):
+        unbound_reason = f"there are {rank_count} ranks and {len(cores)} cores"
+    elif requested_binding == "core" and rank_count == 1:
+        unbound_reason = "one rank has all cores"
+    elif requested_binding != "core" and len(nodes) == 1:
+        unbound_reason = "its cores are one NUMA node"
+    elif requested_binding != "core" and rank_count == 1 and not nodes_of_gpus:
+        unbound_reason = "one rank has all NUMA nodes"
+    elif requested_binding == "auto" and not nodes_of_gpus and rank_count % len(nodes):
+        unbound_reason = (
+            f"{rank_count} ranks cannot be divided evenly among {len(nodes)} NUMA nodes"
+        )
+    if unbound_reason:
+        return Bound(requested_binding, "none", all_cpus, None, unbound_reason)
+    if requested_binding == "core":
+        cpu_numbers = _equal_share_of_cores(cpus, cores, rank)
+        return Bound(requested_binding, "core", tuple(sorted(cpu_numbers)), len(cpu_numbers), None)
+    nodes_by_rank = [
+        _numa_nodes_of_rank(local_rank, rank_count, nodes, nodes_of_gpus)
+        for local_rank in range(rank_count)
+    ]
+    cpu_numbers = [cpu.cpu_number for cpu in cpus if cpu.node in nodes_by_rank[rank.local_rank]]
+    sharing = nodes_by_rank.count(nodes_by_rank[rank.local_rank])
+    return Bound(
+        requested_binding,
+        "numa",
+        tuple(sorted(cpu_numbers)),
+        max(1, len(cpu_numbers) // sharing),
+        None,
+    )
 
 
-def _dealt(cpus: Sequence[Cpu], cores: Sequence[tuple[int, int]], rank: Rank) -> list[int]:
+def _equal_share_of_cores(
+    cpus: Sequence[Cpu], cores: Sequence[tuple[int, int]], rank: Rank
+) -> list[int]:
     """Return the processors of this rank, equally many for every rank of the host.
 
     A rank has whole cores if the cores divide evenly, else whole processors.
     """
     # Equal shares, because all ranks wait for the slowest.
-    ranks = rank.local_world_size
-    local = rank.local_rank
-    if len(cores) % ranks == 0:
-        mine = set(_share(cores, local, ranks))
-        return [cpu.number for cpu in cpus if (cpu.node, cpu.core) in mine]
-    each = len(cpus) // ranks
-    return [cpu.number for cpu in cpus[local * each : (local + 1) * each]]
+    rank_count = rank.local_world_size
+    local_rank = rank.local_rank
+    if len(cores) % rank_count == 0:
+        cores_of_rank = set(_equal_slice(cores, local_rank, rank_count))
+        return [cpu.cpu_number for cpu in cpus if (cpu.node, cpu.core) in cores_of_rank]
+    cpus_per_rank = len(cpus) // rank_count
+    return [
+        cpu.cpu_number
+        for cpu in cpus[local_rank * cpus_per_rank : (local_rank + 1) * cpus_per_rank]
+    ]
 
 
-def _nodes_of(
-    local: int, ranks: int, nodes: Sequence[int], gpus: Sequence[int | None]
+def _numa_nodes_of_rank(
+    local_rank: int, rank_count: int, numa_nodes: Sequence[int], nodes_of_gpus: Sequence[int | None]
 ) -> tuple[int, ...]:
     """Return a rank's NUMA nodes: its GPU's, else its share of all, else one that ranks share."""
-    if gpus and gpus[local] in nodes:
-        return (gpus[local],)  # type: ignore[return-value]  # it is one of `nodes`
-    return tuple(_share(nodes, local, ranks)) or (nodes[local * len(nodes) // ranks],)
+    if nodes_of_gpus and nodes_of_gpus[local_rank] in numa_nodes:
+        return (nodes_of_gpus[local_rank],)  # type: ignore[return-value]  # it is one of `nodes`
+    return tuple(_equal_slice(numa_nodes, local_rank, rank_count)) or (
+        numa_nodes[local_rank * len(numa_nodes) // rank_count],
+    )
 
 
-def _share(things: Sequence[object], number: int, shares: int) -> Sequence[Any]:
-    return things[number * len(things) // shares : (number + 1) * len(things) // shares]
+def _equal_slice(items: Sequence[object], share_index: int, share_count: int) -> Sequence[Any]:
+    return items[
+        share_index * len(items) // share_count : (share_index + 1) * len(items) // share_count
+    ]
 
 
-def cpus_of(allowed: Iterable[int]) -> list[Cpu]:
+def sort_cpus_by_node(allowed_cpus: Iterable[int]) -> list[Cpu]:
     """Return these logical processors, sorted by NUMA node and core."""
-    nodes = _node_of_each()
-    return sorted(Cpu(nodes.get(number, 0), _first_of_core(number), number) for number in allowed)
+    nodes = _node_by_cpu()
+    return sorted(
+        Cpu(nodes.get(cpu_number, 0), _first_cpu_of_core(cpu_number), cpu_number)
+        for cpu_number in allowed_cpus
+    )
 
 
-def _node_of_each() -> dict[int, int]:
-    found = {}
+def _node_by_cpu() -> dict[int, int]:
+    node_by_cpu = {}
     for path in (_SYSTEM / "node").glob("node[0-9]*/cpulist"):
-        for number in numbers(path.read_text()):
-            found[number] = int(path.parent.name[len("node") :])
-    return found
+        for cpu_number in parse_cpu_list(path.read_text()):
+            node_by_cpu[cpu_number] = int(path.parent.name[len("node") :])
+    return node_by_cpu
 
 
-def _first_of_core(number: int) -> int:
+def _first_cpu_of_core(cpu_number: int) -> int:
     with contextlib.suppress(OSError, ValueError):
         return min(
-            numbers((_SYSTEM / f"cpu/cpu{number}/topology/thread_siblings_list").read_text())
+            parse_cpu_list(
+                (_SYSTEM / f"cpu/cpu{cpu_number}/topology/thread_siblings_list").read_text()
+            )
         )
-    return number
+    return cpu_number
 
 
 def gpu_nodes(plan: Plan, rank: Rank, environ: Mapping[str, str]) -> list[int | None]:
@@ -196,39 +243,46 @@ def gpu_nodes(plan: Plan, rank: Rank, environ: Mapping[str, str]) -> list[int | 
     if plan.device != "cuda":
         return []
     # The driver numbers GPUs by their PCI address.
-    present = sorted(path.name for path in _GPUS.glob("*"))
-    chosen = environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None:
-        words = [word.strip() for word in chosen.split(",")]
-        present = [
-            present[int(word)] for word in words if word.isdecimal() and int(word) < len(present)
+    gpu_addresses = sorted(path.name for path in _GPUS.glob("*"))
+    visible_devices = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible_devices is not None:
+        device_words = [word.strip() for word in visible_devices.split(",")]
+        gpu_addresses = [
+            gpu_addresses[int(word)]
+            for word in device_words
+            if word.isdecimal() and int(word) < len(gpu_addresses)
         ]
     devices = plan.node_of(rank.rank).devices
-    return [_node_of_gpu(present[index]) if index < len(present) else None for index in devices]
+    return [
+        _numa_node_of_gpu(gpu_addresses[index]) if index < len(gpu_addresses) else None
+        for index in devices
+    ]
 
 
-def _node_of_gpu(address: str) -> int | None:
+def _numa_node_of_gpu(pci_address: str) -> int | None:
     with contextlib.suppress(OSError, ValueError):
-        node = int((_PCI / address.lower() / "numa_node").read_text())
+        node = int((_PCI / pci_address.lower() / "numa_node").read_text())
         # The kernel writes -1 for a device without a NUMA node.
         return node if node >= 0 else None
     return None
 
 
-def numbers(text: str) -> list[int]:
+def parse_cpu_list(cpu_list: str) -> list[int]:
     """Return the integers of a list such as `0-2,5`, as the kernel writes it."""
-    ends = [part.partition("-") for part in text.strip().split(",") if part]
+    range_ends = [part.partition("-") for part in cpu_list.strip().split(",") if part]
     return [
-        number for first, _, last in ends for number in range(int(first), int(last or first) + 1)
+        cpu_number
+        for range_start, _, range_end in range_ends
+        for cpu_number in range(int(range_start), int(range_end or range_start) + 1)
     ]
 
 
-def shown(cpus: Sequence[int]) -> str:
+def format_cpu_list(cpu_numbers: Sequence[int]) -> str:
     """Return a list such as `0-2,5`, as the kernel writes it."""
     runs: list[list[int]] = []
-    for number in cpus:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
+    for cpu_number in cpu_numbers:
+        if runs and cpu_number == runs[-1][-1] + 1:
+            runs[-1].append(cpu_number)
         else:
-            runs.append([number])
+            runs.append([cpu_number])
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

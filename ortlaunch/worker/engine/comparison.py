@@ -18,26 +18,33 @@ from torch import nn
 
 from ortlaunch.errors import EngineError
 from ortlaunch.precisions import PRECISIONS
-from ortlaunch.worker.engine.allocator import give_back_freed_memory
-from ortlaunch.worker.engine.differences import Comparison, Pass, Tensors, compared, exact, judged
-from ortlaunch.worker.engine.draws import Draws, Replaying
-from ortlaunch.worker.engine.float64 import in_float64
-from ortlaunch.worker.model.matmul_precision import matmul_precision
-from ortlaunch.worker.model.model import whole_logits
-from ortlaunch.worker.model.own_numbers import loss_in
+from ortlaunch.worker.engine.allocator import trim_heap
+from ortlaunch.worker.engine.differences import (
+    Comparison,
+    NamedTensors,
+    Pass,
+    compare_results,
+    double_precision,
+    judge_rounding,
+)
+from ortlaunch.worker.engine.draws import DrawRecorder, ReplayingModel
+from ortlaunch.worker.engine.float64 import compute_in_float64
+from ortlaunch.worker.model.matmul_precision import use_matmul_precision
+from ortlaunch.worker.model.model import disable_chunked_head
+from ortlaunch.worker.model.own_numbers import loss_of_engine_output
 from ortlaunch.worker.model.precision import narrow_dtype_of
 
 
-def compare(
+def compare_passes(
     reference: nn.Module,
-    module: Callable[..., torch.Tensor],
+    engine_module: Callable[..., torch.Tensor],
     batch: dict[str, torch.Tensor],
     *,
     precision: str = "fp32",
-    autocast: bool = False,
+    uses_autocast: bool = False,
     tolerance: float | None = None,
 ) -> Comparison:
-    """Compare forward and backward of `batch` through `reference` and through `module`.
+    """Compare forward and backward of `batch` through `reference` and through `engine_module`.
 
     Both passes run without dropout and with exact matmuls. If they differ by more than the
     tolerance in fp32, the reference also runs in float64. A difference from PyTorch that is as
@@ -46,158 +53,194 @@ def compare(
     Args:
         reference: returns the loss of `batch`. Its forward is called directly, without
             torch.compile and without the module's hooks.
-        module: the same model on an engine, with the same parameter objects. If the model has
+        engine_module: the same model on an engine, with the same parameter objects. If the model has
             dropout, it must be exported with dropout off (see `dropouts`), because an ONNX graph
             keeps the ratio of its export.
         batch: one micro batch, as arguments by name.
         precision: fp32, fp16 or bf16: the precision of the passes. It sets the limits of rounding
             (`PRECISIONS`).
-        autocast: run both passes under autocast to `precision`. If false, weights and batch are
+        uses_autocast: run both passes under autocast to `precision`. If false, weights and batch are
             already in that precision.
         tolerance: replaces the precision's own tolerance.
 
     Raises:
         DrawsNumbers: the model draws random numbers beside dropout, and not the same in both passes.
     """
-    model = reference.model if isinstance(reference, Replaying) else reference
-    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
-    limits = PRECISIONS[precision]
+    model = reference.model if isinstance(reference, ReplayingModel) else reference
+    trained = {name: item for name, item in model.named_parameters() if item.requires_grad}
+    precision_limits = PRECISIONS[precision]
     device = next(iter(trained.values())).device
-    tolerance = tolerance or limits.tolerance
-    dtype = narrow_dtype_of(precision) if autocast else None
+    tolerance = tolerance or precision_limits.tolerance
+    dtype = narrow_dtype_of(precision) if uses_autocast else None
 
-    def passed(
-        call: Callable[..., torch.Tensor],
-        wanted: Mapping[str, nn.Parameter],
-        precisely: bool = False,
+    def run_pass(
+        forward: Callable[..., torch.Tensor],
+        parameters: Mapping[str, nn.Parameter],
+        is_in_float64: bool = False,
     ) -> Pass:
         lowered = torch.autocast(device.type, dtype, enabled=dtype is not None)
         # The state is saved first, outside the casts, so that it is saved in its own precision.
-        with _state_kept(model) as moved, lowered, in_float64(batch, precisely) as given:
-            loss, gradients = _derived(call, given, wanted, limits.scale)
-        return Pass(loss, gradients, moved)
+        with (
+            _restore_state_after(model) as changed_state,
+            lowered,
+            compute_in_float64(batch, is_in_float64) as pass_batch,
+        ):
+            loss, gradients = _loss_and_gradients(
+                forward, pass_batch, parameters, precision_limits.scale
+            )
+        return Pass(loss, gradients, changed_state)
 
     devices = [device] if device.type == "cuda" else []
     # At the highest precision, to compare the engines and not TF32 or oneDNN's bfloat16.
-    with torch.random.fork_rng(devices), without_dropout(reference), matmul_precision("highest"):
-        before = _random_state(device)
-        with _as_reference(model):
-            theirs = passed(reference.forward, trained)
-        after = _random_state(device)
-        _set_random_state(device, before)
+    with (
+        torch.random.fork_rng(devices),
+        disable_dropout(reference),
+        use_matmul_precision("highest"),
+    ):
+        state_before = _random_state(device)
+        with _disable_chunks_and_reentry(model):
+            reference_pass = run_pass(reference.forward, trained)
+        state_after = _random_state(device)
+        _set_random_state(device, state_before)
         # Otherwise the memory that PyTorch's pass has freed would stay beside the module's.
-        give_back_freed_memory()
-        ours = passed(module, trained)
+        trim_heap()
+        engine_pass = run_pass(engine_module, trained)
         # Torch draws inside ONNX Runtime's graph, too; only the same numbers can be compared.
-        draws = not torch.equal(before, after)
-        if draws and not torch.equal(_random_state(device), after):
-            raise DrawsNumbers
-        found = compared(ours, theirs, limits)._replace(draws=int(draws))
-        if limits.is_narrow or found.largest <= tolerance:
-            return found
+        has_draws = not torch.equal(state_before, state_after)
+        if has_draws and not torch.equal(_random_state(device), state_after):
+            raise UnrepeatableDrawsError
+        comparison = compare_results(engine_pass, reference_pass, precision_limits)._replace(
+            draws=int(has_draws)
+        )
+        if precision_limits.is_narrow or comparison.largest_difference <= tolerance:
+            return comparison
         # Float64 takes twice the memory: only the gradients in question are kept and computed.
-        chosen = {each.name for each in found.gradients if each.value > tolerance}
-        ours = ours.with_gradients(chosen)
-        theirs = theirs.with_gradients(chosen)
+        names_in_question = {item.name for item in comparison.gradients if item.value > tolerance}
+        engine_pass = engine_pass.select_gradients(names_in_question)
+        reference_pass = reference_pass.select_gradients(names_in_question)
         try:
-            with _as_reference(model):
-                wanted = {name: trained[name] for name in chosen}
-                in_wide = passed(reference.forward, wanted, precisely=True)
+            with _disable_chunks_and_reentry(model):
+                parameters_in_question = {name: trained[name] for name in names_in_question}
+                float64_pass = run_pass(
+                    reference.forward, parameters_in_question, is_in_float64=True
+                )
         # A model may fail in float64 for any reason; the comparison is then without this judgement.
         except Exception as error:
-            return found._replace(not_judged=str(error) or type(error).__name__)
-        norm = found.reference_norm
-        our, their = (compared(each, in_wide, limits, norm) for each in (ours, theirs))
-        return judged(found, our, their, tolerance)
+            return comparison._replace(not_judged=str(error) or type(error).__name__)
+        norm = comparison.reference_norm
+        engine_to_float64, reference_to_float64 = (
+            compare_results(item, float64_pass, precision_limits, norm)
+            for item in (engine_pass, reference_pass)
+        )
+        return judge_rounding(comparison, engine_to_float64, reference_to_float64, tolerance)
 
 
 def compare_with_draws(
     reference: nn.Module,
-    module: Callable[..., torch.Tensor],
+    engine_module: Callable[..., torch.Tensor],
     batch: dict[str, torch.Tensor],
-    replaying: Callable[[Replaying], Callable[..., torch.Tensor]] | None,
-    **terms: Any,
+    wrap_replaying_model: Callable[[ReplayingModel], Callable[..., torch.Tensor]] | None,
+    **compare_options: Any,
 ) -> Comparison:
     """Run `compare`; if the model draws random numbers, record them and pass them to both passes.
 
     Args:
         reference: see `compare`.
-        module: see `compare`.
+        engine_module: see `compare`.
         batch: see `compare`.
-        replaying: makes the engine's module of a model that receives its random numbers as inputs.
+        wrap_replaying_model: makes the engine's module of a model that receives its random numbers as inputs.
             None: such models are not compared.
-        terms: further arguments of `compare`.
+        compare_options: further arguments of `compare`.
 
     Raises:
         DrawsNumbers: the model draws random numbers that cannot be passed to both.
     """
-    own: Comparison | None = None
+    plain_comparison: Comparison | None = None
     try:
-        own = compare(reference, module, batch, **terms)
-        limit = terms.get("tolerance") or PRECISIONS[terms.get("precision", "fp32")].tolerance
+        plain_comparison = compare_passes(reference, engine_module, batch, **compare_options)
+        limit = (
+            compare_options.get("tolerance")
+            or PRECISIONS[compare_options.get("precision", "fp32")].tolerance
+        )
         # A difference may be one of the numbers' order.
-        if not own.draws or replaying is None or own.largest <= limit:
-            return own._replace(draws=0)
-    except DrawsNumbers:
-        if replaying is None:
+        if (
+            not plain_comparison.draws
+            or wrap_replaying_model is None
+            or plain_comparison.largest_difference <= limit
+        ):
+            return plain_comparison._replace(draws=0)
+    except UnrepeatableDrawsError:
+        if wrap_replaying_model is None:
             raise
     parameter = next(reference.parameters())
     with (
-        torch.random.fork_rng([parameter.device] if parameter.is_cuda else []), without_dropout(reference),
-        whole_logits(reference), _state_kept(reference), torch.no_grad(), Draws() as draws,
+        torch.random.fork_rng([parameter.device] if parameter.is_cuda else []), disable_dropout(reference),
+        disable_chunked_head(reference), _restore_state_after(reference), torch.no_grad(), DrawRecorder() as draws,
     ):  # fmt: skip
         reference.forward(**batch)
-    given = Replaying(reference)
+    replaying_model = ReplayingModel(reference)
     try:
-        found = compare(given, replaying(given), {**batch, "draws": draws.recorded}, **terms)
-    except DrawsNumbers:
-        if own is None:
+        comparison = compare_passes(
+            replaying_model,
+            wrap_replaying_model(replaying_model),
+            {**batch, "draws": draws.recorded},
+            **compare_options,
+        )
+    except UnrepeatableDrawsError:
+        if plain_comparison is None:
             raise
-        return own._replace(draws=0)
-    return found._replace(draws=len(draws.recorded))
+        return plain_comparison._replace(draws=0)
+    return comparison._replace(draws=len(draws.recorded))
 
 
-def compare_evaluation(
+def evaluation_losses(
     reference: nn.Module,
-    module: nn.Module,
+    engine_module: nn.Module,
     batch: dict[str, torch.Tensor],
-    dtype: torch.dtype | None,
+    autocast_dtype: torch.dtype | None,
 ) -> tuple[float, float] | None:
-    """Return the loss of an evaluation pass through `module`, and through `reference`.
+    """Return the loss of an evaluation pass through `engine_module`, and through `reference`.
 
     Layers such as nn.TransformerEncoder compute otherwise in evaluation.
 
     Args:
         reference: see `compare`.
-        module: the engine's module, with the same parameter objects.
+        engine_module: the engine's module, with the same parameter objects.
         batch: see `compare`.
-        dtype: of autocast; None without it.
+        autocast_dtype: of autocast; None without it.
 
     Returns:
         None if the model draws random numbers in evaluation, too.
     """
     device = next(reference.parameters()).device
     devices = [device] if device.type == "cuda" else []
-    modes = [(layer, layer.training) for each in (reference, module) for layer in each.modules()]
+    modes = [
+        (layer, layer.training)
+        for compared_module in (reference, engine_module)
+        for layer in compared_module.modules()
+    ]
     with (
-        torch.random.fork_rng(devices), torch.no_grad(), _state_kept(reference), matmul_precision("highest"),
-        torch.autocast(device.type, dtype, enabled=dtype is not None),
-    ):  # fmt: skip
-        before = _random_state(device)
+        torch.random.fork_rng(devices),
+        torch.no_grad(),
+        _restore_state_after(reference),
+        use_matmul_precision("highest"),
+        torch.autocast(device.type, autocast_dtype, enabled=autocast_dtype is not None),
+    ):
+        state_before = _random_state(device)
         try:
-            for each in (reference, module):
-                each.eval()
-            with _as_reference(reference):
-                theirs = float(loss_in(reference.forward(**batch)))
-            if not torch.equal(_random_state(device), before):
+            for compared_module in (reference, engine_module):
+                compared_module.eval()
+            with _disable_chunks_and_reentry(reference):
+                reference_loss = float(loss_of_engine_output(reference.forward(**batch)))
+            if not torch.equal(_random_state(device), state_before):
                 return None
-            return float(loss_in(module(**batch))), theirs
+            return float(loss_of_engine_output(engine_module(**batch))), reference_loss
         finally:
             for layer, mode in modes:
                 layer.training = mode
 
 
-class DrawsNumbers(EngineError):
+class UnrepeatableDrawsError(EngineError):
     """A model draws random numbers that differ between two passes."""
 
     def __init__(self) -> None:
@@ -208,35 +251,35 @@ class DrawsNumbers(EngineError):
 
 
 @contextlib.contextmanager
-def _as_reference(model: nn.Module) -> Iterator[None]:
+def _disable_chunks_and_reentry(model: nn.Module) -> Iterator[None]:
     """Compute whole logits, without reentrant checkpoints, while the context is open."""
     # autograd.grad does not reach weights inside a reentrant checkpoint.
     function = torch.utils.checkpoint.CheckpointFunction
     with (
-        whole_logits(model),
+        disable_chunked_head(model),
         mock.patch.object(function, "apply", lambda run, _, *inputs: run(*inputs)),
     ):
         yield
 
 
-def _derived(
-    call: Callable[..., torch.Tensor],
+def _loss_and_gradients(
+    forward: Callable[..., torch.Tensor],
     batch: dict[str, torch.Tensor],
     parameters: Mapping[str, nn.Parameter],
-    scale: float,
-) -> tuple[float, Tensors]:
+    loss_scale: float,
+) -> tuple[float, NamedTensors]:
     """Return the loss and its gradients."""
-    loss = loss_in(call(**batch))
+    loss = loss_of_engine_output(forward(**batch))
     if not parameters:
         return float(loss.detach()), {}
     # backward() would run the hooks by which DistributedDataParallel and DeepSpeed get gradients.
     gradients = torch.autograd.grad(
-        loss.float() * scale, tuple(parameters.values()), allow_unused=True
+        loss.float() * loss_scale, tuple(parameters.values()), allow_unused=True
     )
     return float(loss.detach()), dict(zip(parameters, gradients))
 
 
-def dropouts(model: nn.Module) -> list[tuple[object, str, float]]:
+def active_dropouts(model: nn.Module) -> list[tuple[object, str, float]]:
     """Return (owner, attribute, value) of every dropout above 0.
 
     Owners are modules and the configs of modules.
@@ -248,60 +291,66 @@ def dropouts(model: nn.Module) -> list[tuple[object, str, float]]:
         (owner, name, value)
         for owner in owners.values()
         for name, value in getattr(owner, "__dict__", {}).items()
-        if _is_dropout(owner, name) and type(value) in (int, float) and value > 0
+        if _is_dropout_ratio(owner, name) and type(value) in (int, float) and value > 0
     ]
 
 
-def _is_dropout(owner: object, name: str) -> bool:
+def _is_dropout_ratio(owner: object, attribute_name: str) -> bool:
     """Return whether an attribute is a dropout ratio.
 
     It is `p` of nn.Dropout and similar classes, and attention_dropout, resid_pdrop, drop_prob,
     layerdrop and similar names of any owner.
     """
-    return "drop" in name.lower() or (name == "p" and "drop" in type(owner).__name__.lower())
+    return "drop" in attribute_name.lower() or (
+        attribute_name == "p" and "drop" in type(owner).__name__.lower()
+    )
 
 
 @contextlib.contextmanager
-def without_dropout(model: nn.Module) -> Iterator[None]:
+def disable_dropout(model: nn.Module) -> Iterator[None]:
     """Set every dropout of the model to 0 while the context is open; training mode stays on."""
-    found = dropouts(model)
+    active_ratios = active_dropouts(model)
     try:
-        for owner, name, _ in found:
+        for owner, name, _ in active_ratios:
             setattr(owner, name, 0.0)
         yield
     finally:
-        for owner, name, value in found:
+        for owner, name, value in active_ratios:
             setattr(owner, name, value)
 
 
 @contextlib.contextmanager
-def _state_kept(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
+def _restore_state_after(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
     """Restore weights and buffers at the end; yield a dictionary of the changes of the pass.
 
     The dictionary is filled at the end, with the difference of each tensor that changed, by name.
     """
-    kept = {
+    state_before = {
         name: (tensor, tensor.data, tensor.detach().clone())
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
     }
-    moved: dict[str, torch.Tensor] = {}
+    changed_state: dict[str, torch.Tensor] = {}
     try:
-        yield moved
+        yield changed_state
     finally:
         with torch.no_grad():
-            for name, (tensor, data, value) in kept.items():
+            for name, (tensor, data, value) in state_before.items():
                 # A tensor of another shape is a table that grew: it has no difference to report.
-                if tensor.shape == value.shape and not _equal(tensor, value):
-                    moved[name] = exact(tensor.detach()) - exact(value)
+                if tensor.shape == value.shape and not _are_all_values_equal(tensor, value):
+                    changed_state[name] = double_precision(tensor.detach()) - double_precision(
+                        value
+                    )
                 # The pass may have replaced `.data` or written into it: undo both.
                 tensor.data = data
-                if not _equal(data, value):
+                if not _are_all_values_equal(data, value):
                     data.copy_(value)
 
 
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _are_all_values_equal(tensor: torch.Tensor, other_tensor: torch.Tensor) -> bool:
     """Return whether all values are the same; nan equals nan."""
-    return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
+    return torch.equal(tensor, other_tensor) or bool(
+        ((tensor == other_tensor) | (tensor.isnan() & other_tensor.isnan())).all()
+    )
 
 
 def _random_state(device: torch.device) -> torch.Tensor:
@@ -310,8 +359,8 @@ def _random_state(device: torch.device) -> torch.Tensor:
     return torch.get_rng_state()
 
 
-def _set_random_state(device: torch.device, state: torch.Tensor) -> None:
+def _set_random_state(device: torch.device, random_state: torch.Tensor) -> None:
     size = len(torch.get_rng_state())
-    torch.set_rng_state(state[:size])
+    torch.set_rng_state(random_state[:size])
     if device.type == "cuda":
-        torch.cuda.set_rng_state(state[size:], device)
+        torch.cuda.set_rng_state(random_state[size:], device)

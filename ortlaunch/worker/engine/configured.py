@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from ortlaunch.errors import InputError
-from ortlaunch.worker.engine.optimizer import Building, BuiltOptimizer
+from ortlaunch.worker.engine.optimizer import BuiltOptimizer, OptimizerInputs
 from ortlaunch.worker.engine.torch_scheduler import TorchScheduler
 
 
-def configured(parts: Building) -> BuiltOptimizer:
+def configured(inputs: OptimizerInputs) -> BuiltOptimizer:
     """Build the optimizer that the LightningModule's configure_optimizers returns.
 
     Raises:
@@ -23,13 +23,19 @@ def configured(parts: Building) -> BuiltOptimizer:
             scheduler does not depend on steps and epochs alone.
     """
     module: Any = next(
-        each for each in parts.model.modules() if hasattr(each, "configure_optimizers")
+        item for item in inputs.model.modules() if hasattr(item, "configure_optimizers")
     )
-    base = next(each for each in type(module).__mro__ if each.__name__ == "LightningModule")
+    lightning_class = next(
+        item for item in type(module).__mro__ if item.__name__ == "LightningModule"
+    )
     name = f"{type(module).__name__}.configure_optimizers"
     # Of `lightning` or `pytorch_lightning`, whichever the user's module imports.
-    lightning: Any = import_module(f"{base.__module__.rpartition('.')[0]}.optimizer")
-    optimizers, schedulers, monitor = lightning._configure_optimizers(module.configure_optimizers())
+    lightning_optimizer: Any = import_module(
+        f"{lightning_class.__module__.rpartition('.')[0]}.optimizer"
+    )
+    optimizers, schedulers, monitor = lightning_optimizer._configure_optimizers(
+        module.configure_optimizers()
+    )
     if len(optimizers) != 1 or len(schedulers) > 1:
         raise InputError(
             f"{name} returned {len(optimizers)} optimizers and {len(schedulers)} schedulers; a run "
@@ -37,26 +43,30 @@ def configured(parts: Building) -> BuiltOptimizer:
             "them, or give the recipe's optimizer"
         )
     (optimizer,) = optimizers
-    kind = type(optimizer)
-    if kind not in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD) or any(
+    optimizer_class = type(optimizer)
+    if optimizer_class not in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD) or any(
         group.get("amsgrad") for group in optimizer.param_groups
     ):
         raise InputError(
-            f"{name} returned {kind.__name__}; checkpoints hold the state of torch's Adam and "
+            f"{name} returned {optimizer_class.__name__}; checkpoints hold the state of torch's Adam and "
             "AdamW, without amsgrad, and SGD: return one of them, or give the recipe's optimizer"
         )
-    given = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    optimized_parameters = {
+        parameter for group in optimizer.param_groups for parameter in group["params"]
+    }
     left_out = [
         key
         for key, value in module.named_parameters()
-        if value.requires_grad and value not in given
+        if value.requires_grad and value not in optimized_parameters
     ]
     if left_out:
         raise InputError(
             f"{name} leaves out {', '.join(left_out[:5])}: set requires_grad=False for parameters "
             "that are not trained"
         )
-    config = next(iter(lightning._configure_schedulers_automatic_opt(schedulers, monitor)), None)
+    config = next(
+        iter(lightning_optimizer._configure_schedulers_automatic_opt(schedulers, monitor)), None
+    )
     if config is not None and config.reduce_on_plateau:
         raise InputError(
             f"{name} returned a ReduceLROnPlateau, which follows a metric; here a learning rate "
@@ -64,6 +74,6 @@ def configured(parts: Building) -> BuiltOptimizer:
         )
     return BuiltOptimizer(
         optimizer,
-        f"torch.optim.{kind.__name__} of {name}",
+        f"torch.optim.{optimizer_class.__name__} of {name}",
         scheduler=TorchScheduler(optimizer, config),
     )

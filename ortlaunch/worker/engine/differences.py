@@ -13,7 +13,7 @@ import torch
 
 from ortlaunch.precisions import Precision
 
-Tensors = Mapping[str, "torch.Tensor | None"]
+NamedTensors = Mapping[str, "torch.Tensor | None"]
 # A loss near zero has no useful relative difference. Losses of training are of order one.
 LEAST_LOSS = 1e-3
 
@@ -24,8 +24,8 @@ ROUNDING = 10
 Both errors are distances from float64.
 """
 # Names in a message.
-_FEW = 3
-CAP = 10
+_MAX_NAMED = 3
+ROUNDING_CAP = 10
 """The multiple of the tolerance above which a small ratio of errors does not prove rounding.
 
 Above it, a difference is rounding only if the engine itself is within the tolerance of float64: a
@@ -77,178 +77,229 @@ class Comparison(NamedTuple):
     @property
     def reference_norm(self) -> float:
         """The norm of all gradients of the reference."""
-        return math.hypot(*(each.reference_norm for each in self.gradients))
+        return math.hypot(*(difference.reference_norm for difference in self.gradients))
 
     @property
     def gradient_difference(self) -> float:
         """The largest difference of a gradient; rounding does not count."""
-        return _largest(self.gradients)
+        return _largest_unexplained(self.gradients)
 
     @property
     def state_difference(self) -> float:
         """The largest difference of a weight or buffer that a pass changed, without rounding."""
-        return _largest(self.state)
+        return _largest_unexplained(self.state)
 
     @property
     def rounding(self) -> list[str]:
         """The names of differences that are above the tolerance and are rounding, by float64."""
-        names = [each.name for each in (*self.gradients, *self.state) if each.rounding]
+        names = [
+            difference.name for difference in (*self.gradients, *self.state) if difference.rounding
+        ]
         return [*(["loss"] if self.loss_is_rounding else []), *names]
 
     @property
     def evaluation_difference(self) -> float:
         """The relative difference of the loss in evaluation; 0 if it was not compared."""
-        ours, theirs = self.evaluation or (0.0, 0.0)
-        return 0.0 if repr(ours) == repr(theirs) else _relative(ours, theirs)
+        engine_loss, reference_loss = self.evaluation or (0.0, 0.0)
+        return (
+            0.0
+            if repr(engine_loss) == repr(reference_loss)
+            else _relative_loss_difference(engine_loss, reference_loss)
+        )
 
     @property
-    def largest(self) -> float:
+    def largest_difference(self) -> float:
         """The largest difference of loss, gradients and state, to be compared with a tolerance."""
         return max(0.0 if self.loss_is_rounding else self.loss_difference, self.gradient_difference,
                    self.state_difference, self.evaluation_difference)  # fmt: skip
 
 
-def _largest(differences: Sequence[Difference]) -> float:
-    return max((each.value for each in differences if not each.rounding), default=0.0)
+def _largest_unexplained(differences: Sequence[Difference]) -> float:
+    return max(
+        (difference.value for difference in differences if not difference.rounding), default=0.0
+    )
 
 
 class Pass(NamedTuple):
     """The results of a forward and backward pass."""
 
     loss: float
-    gradients: Tensors
+    gradients: NamedTensors
     state: dict[str, torch.Tensor]
     """The changes of weights and buffers by the pass; only of those that it changed."""
 
-    def with_gradients(self, names: Collection[str]) -> Pass:
+    def select_gradients(self, parameter_names: Collection[str]) -> Pass:
         """Return the pass with some of its gradients."""
-        return self._replace(gradients={name: self.gradients[name] for name in names})
+        return self._replace(gradients={name: self.gradients[name] for name in parameter_names})
 
 
-def compared(
-    ours: Pass,
-    theirs: Pass,
-    limits: Precision,
+def compare_results(
+    engine_pass: Pass,
+    reference_pass: Pass,
+    precision_limits: Precision,
     reference_norm: float | None = None,
 ) -> Comparison:
     """Return the differences between two passes.
 
     Args:
-        ours: the engine's pass.
-        theirs: the reference's pass.
-        limits: the precision of both.
-        reference_norm: of all gradients of the model; None: `theirs` has all of them.
+        engine_pass: the engine's pass.
+        reference_pass: the reference's pass.
+        precision_limits: the precision of both.
+        reference_norm: of all gradients of the model; None: `reference_pass` has all of them.
     """
     # repr, because nan is not equal to itself.
-    if repr(ours.loss) == repr(theirs.loss) and not math.isfinite(ours.loss):
-        why = f"the loss is {ours.loss} in plain PyTorch, too"
-        return Comparison(ours.loss, theirs.loss, 0.0, (), not_judged=why)
-    loss_difference = _relative(ours.loss, theirs.loss)
+    if repr(engine_pass.loss) == repr(reference_pass.loss) and not math.isfinite(engine_pass.loss):
+        reason = f"the loss is {engine_pass.loss} in plain PyTorch, too"
+        return Comparison(engine_pass.loss, reference_pass.loss, 0.0, (), not_judged=reason)
+    loss_difference = _relative_loss_difference(engine_pass.loss, reference_pass.loss)
     if reference_norm is None:
-        reference_norm = _norm_of_all(theirs.gradients) / limits.scale
-    least = limits.floor * reference_norm * limits.scale
-    gradients = _differences(ours.gradients, theirs.gradients, least, limits.scale)
-    least = limits.floor * _norm_of_all(theirs.state)
-    moved = sorted({*ours.state, *theirs.state})
-    our, their = ({name: each.state.get(name) for name in moved} for each in (ours, theirs))
-    state = _differences(our, their, least)
-    return Comparison(ours.loss, theirs.loss, loss_difference, gradients, state)
+        reference_norm = _norm_of_all(reference_pass.gradients) / precision_limits.scale
+    least_norm = precision_limits.floor * reference_norm * precision_limits.scale
+    gradients = _tensor_differences(
+        engine_pass.gradients, reference_pass.gradients, least_norm, precision_limits.scale
+    )
+    least_norm = precision_limits.floor * _norm_of_all(reference_pass.state)
+    changed_names = sorted({*engine_pass.state, *reference_pass.state})
+    engine_state, reference_state = (
+        {name: compared_pass.state.get(name) for name in changed_names}
+        for compared_pass in (engine_pass, reference_pass)
+    )
+    state = _tensor_differences(engine_state, reference_state, least_norm)
+    return Comparison(engine_pass.loss, reference_pass.loss, loss_difference, gradients, state)
 
 
-def judged(found: Comparison, ours: Comparison, theirs: Comparison, tolerance: float) -> Comparison:
-    """Return `found` with its rounding marked, or with the reason why float64 cannot judge it.
+def judge_rounding(
+    comparison: Comparison,
+    engine_to_float64: Comparison,
+    reference_to_float64: Comparison,
+    tolerance: float,
+) -> Comparison:
+    """Return `comparison` with its rounding marked, or with the reason why float64 cannot judge it.
 
     Args:
-        found: the engine's differences from PyTorch.
-        ours: the engine's differences from float64.
-        theirs: PyTorch's differences from float64.
+        comparison: the engine's differences from PyTorch.
+        engine_to_float64: the engine's differences from float64.
+        reference_to_float64: PyTorch's differences from float64.
         tolerance: the largest difference that needs no reason.
     """
 
-    def is_rounding(value: float, our: float, their: float) -> bool:
-        if their > FAR_FROM_FLOAT64:
+    def is_rounding(value: float, engine_error: float, reference_error: float) -> bool:
+        if reference_error > FAR_FROM_FLOAT64:
             return False
-        near = value <= CAP * tolerance and our <= ROUNDING * their
-        return value > tolerance and (our <= tolerance or near)
+        near = value <= ROUNDING_CAP * tolerance and engine_error <= ROUNDING * reference_error
+        return value > tolerance and (engine_error <= tolerance or near)
 
-    def marked(
-        all_found: Sequence[Difference], *errors: Sequence[Difference]
+    def mark_rounding(
+        differences: Sequence[Difference], *distances_from_float64: Sequence[Difference]
     ) -> tuple[Difference, ...]:
-        our, their = ({each.name: each.value for each in of_one} for of_one in errors)
-        judged = [
-            each._replace(
+        engine_errors, reference_errors = (
+            {difference.name: difference.value for difference in distances}
+            for distances in distances_from_float64
+        )
+        marked = [
+            difference._replace(
                 rounding=is_rounding(
-                    each.value, our.get(each.name, math.inf), their.get(each.name, 0.0)
+                    difference.value,
+                    engine_errors.get(difference.name, math.inf),
+                    reference_errors.get(difference.name, 0.0),
                 )
             )
-            for each in all_found
+            for difference in differences
         ]
-        return tuple(sorted(judged, key=lambda each: (each.rounding, -each.value)))
+        return tuple(
+            sorted(marked, key=lambda difference: (difference.rounding, -difference.value))
+        )
 
     far = {
-        each.name: each.value
-        for each in (*theirs.gradients, *theirs.state)
-        if each.value > FAR_FROM_FLOAT64
+        difference.name: difference.value
+        for difference in (*reference_to_float64.gradients, *reference_to_float64.state)
+        if difference.value > FAR_FROM_FLOAT64
     }
-    if theirs.loss_difference > FAR_FROM_FLOAT64:
-        far["the loss"] = theirs.loss_difference
-    return found._replace(
+    if reference_to_float64.loss_difference > FAR_FROM_FLOAT64:
+        far["the loss"] = reference_to_float64.loss_difference
+    return comparison._replace(
         not_judged="PyTorch's own float32 is further from it than rounding explains: "
-        + ", ".join(f"{name} by {value:.2g}" for name, value in list(far.items())[:_FEW])
+        + ", ".join(f"{name} by {value:.2g}" for name, value in list(far.items())[:_MAX_NAMED])
         if far
         else "",
-        gradients=marked(found.gradients, ours.gradients, theirs.gradients),
-        state=marked(found.state, ours.state, theirs.state),
+        gradients=mark_rounding(
+            comparison.gradients, engine_to_float64.gradients, reference_to_float64.gradients
+        ),
+        state=mark_rounding(comparison.state, engine_to_float64.state, reference_to_float64.state),
         loss_is_rounding=is_rounding(
-            found.loss_difference, ours.loss_difference, theirs.loss_difference
+            comparison.loss_difference,
+            engine_to_float64.loss_difference,
+            reference_to_float64.loss_difference,
         ),
     )
 
 
-def _differences(
-    ours: Tensors, theirs: Tensors, least: float, scale: float = 1.0
+def _tensor_differences(
+    engine_tensors: NamedTensors,
+    reference_tensors: NamedTensors,
+    least_norm: float,
+    loss_scale: float = 1.0,
 ) -> tuple[Difference, ...]:
     """Return the differences of all tensors, the largest first; None counts as zeros.
 
-    least: a tensor that is tiny beside all others is compared with this norm, not with its own.
+    least_norm: a tensor that is tiny beside all others is compared with this norm, not with its own.
     """
-    found = []
-    for name in ours:
-        our, their = _without_equal_nans(ours[name], theirs[name])
-        reference_norm = _norm(their)
-        apart = _norm(our if their is None else their if our is None else exact(our) - exact(their))
-        value = apart / (max(reference_norm, least) or math.ulp(0.0)) if apart else 0.0
-        found.append(
-            Difference(name, _or_infinite(value), _norm(our) / scale, reference_norm / scale)
+    differences = []
+    for name in engine_tensors:
+        engine_tensor, reference_tensor = _zero_equal_nans(
+            engine_tensors[name], reference_tensors[name]
         )
-    return tuple(sorted(found, key=lambda difference: -difference.value))
+        reference_norm = _float64_norm(reference_tensor)
+        distance = _float64_norm(
+            engine_tensor
+            if reference_tensor is None
+            else reference_tensor
+            if engine_tensor is None
+            else double_precision(engine_tensor) - double_precision(reference_tensor)
+        )
+        value = distance / (max(reference_norm, least_norm) or math.ulp(0.0)) if distance else 0.0
+        differences.append(
+            Difference(
+                name,
+                _infinite_if_not_finite(value),
+                _float64_norm(engine_tensor) / loss_scale,
+                reference_norm / loss_scale,
+            )
+        )
+    return tuple(sorted(differences, key=lambda difference: -difference.value))
 
 
-def _without_equal_nans(
-    our: torch.Tensor | None, their: torch.Tensor | None
+def _zero_equal_nans(
+    engine_tensor: torch.Tensor | None, reference_tensor: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return both with 0 for what is not finite, if the same elements of both are not."""
-    if our is None or their is None or not torch.equal(our.isfinite(), their.isfinite()):
-        return our, their
-    return our.nan_to_num(0.0, 0.0, 0.0), their.nan_to_num(0.0, 0.0, 0.0)
+    if (
+        engine_tensor is None
+        or reference_tensor is None
+        or not torch.equal(engine_tensor.isfinite(), reference_tensor.isfinite())
+    ):
+        return engine_tensor, reference_tensor
+    return engine_tensor.nan_to_num(0.0, 0.0, 0.0), reference_tensor.nan_to_num(0.0, 0.0, 0.0)
 
 
-def _norm_of_all(tensors: Tensors) -> float:
-    return math.hypot(*filter(math.isfinite, map(_norm, tensors.values())))
+def _norm_of_all(tensors: NamedTensors) -> float:
+    return math.hypot(*filter(math.isfinite, map(_float64_norm, tensors.values())))
 
 
-def _norm(tensor: torch.Tensor | None) -> float:
-    return 0.0 if tensor is None else float(torch.linalg.vector_norm(exact(tensor)))
+def _float64_norm(tensor: torch.Tensor | None) -> float:
+    return 0.0 if tensor is None else float(torch.linalg.vector_norm(double_precision(tensor)))
 
 
-def exact(tensor: torch.Tensor) -> torch.Tensor:
+def double_precision(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
-def _relative(our: float, their: float) -> float:
+def _relative_loss_difference(engine_loss: float, reference_loss: float) -> float:
     """Return the relative difference of two losses."""
-    return _or_infinite(abs(our - their) / max(abs(their), LEAST_LOSS))
+    return _infinite_if_not_finite(
+        abs(engine_loss - reference_loss) / max(abs(reference_loss), LEAST_LOSS)
+    )
 
 
-def _or_infinite(value: float) -> float:
+def _infinite_if_not_finite(value: float) -> float:
     return value if math.isfinite(value) else math.inf

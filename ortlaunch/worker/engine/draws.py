@@ -17,10 +17,21 @@ if TYPE_CHECKING:
     from ortlaunch.ortmodule.base.ort_types import AnyFunction, Args, Kwargs
 
 # Functions of torch that return random numbers, by name: a new one in torch must be added here.
-_DRAWN = {"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "bernoulli",
-          "multinomial", "poisson"}  # fmt: skip
+_RANDOM_FUNCTIONS = {
+    "rand",
+    "randn",
+    "randint",
+    "randperm",
+    "rand_like",
+    "randn_like",
+    "randint_like",
+    "normal",
+    "bernoulli",
+    "multinomial",
+    "poisson",
+}
 # Methods of a tensor that fill it with random numbers.
-_IN_PLACE = {
+_IN_PLACE_METHODS = {
     "normal_",
     "uniform_",
     "bernoulli_",
@@ -33,13 +44,13 @@ _IN_PLACE = {
 _DROPOUTS = {"dropout", "dropout1d", "dropout2d", "dropout3d"}
 
 
-class Draws(TorchFunctionMode):
+class DrawRecorder(TorchFunctionMode):
     """A mode that records torch's random numbers, or replaces them by `given` in that order."""
 
-    def __init__(self, given: Sequence[torch.Tensor] | None = None) -> None:
+    def __init__(self, replayed_draws: Sequence[torch.Tensor] | None = None) -> None:
         super().__init__()
         self.recorded: list[torch.Tensor] = []
-        self._given = None if given is None else iter(given)
+        self._replayed_draws = None if replayed_draws is None else iter(replayed_draws)
 
     def __torch_function__(
         self, func: AnyFunction, types: object, args: Args = (), kwargs: Kwargs | None = None
@@ -49,26 +60,26 @@ class Draws(TorchFunctionMode):
         if name in _DROPOUTS and kwargs.get("p", args[1] if len(args) > 1 else 0.5):
             # The record is the mask with its scale, not the result: other passes have another x.
             x = args[0]
-            rest = args[1:]
-            return x * self._drawn(
-                lambda: func(torch.ones_like(x), *rest, **{**kwargs, "inplace": False})
+            other_arguments = args[1:]
+            return x * self._record_or_replay(
+                lambda: func(torch.ones_like(x), *other_arguments, **{**kwargs, "inplace": False})
             )
-        if name in _IN_PLACE:
-            drawn = self._drawn(lambda: func(*args, **kwargs))
-            return args[0] if self._given is None else args[0].copy_(drawn)
-        if name in _DRAWN:
-            return self._drawn(lambda: func(*args, **kwargs))
+        if name in _IN_PLACE_METHODS:
+            drawn = self._record_or_replay(lambda: func(*args, **kwargs))
+            return args[0] if self._replayed_draws is None else args[0].copy_(drawn)
+        if name in _RANDOM_FUNCTIONS:
+            return self._record_or_replay(lambda: func(*args, **kwargs))
         return func(*args, **kwargs)
 
-    def _drawn(self, draw: Any) -> Any:
-        if self._given is not None:
-            return next(self._given)
+    def _record_or_replay(self, draw: Any) -> Any:
+        if self._replayed_draws is not None:
+            return next(self._replayed_draws)
         drawn = draw()
         self.recorded.append(drawn.detach().clone())
         return drawn
 
 
-class Replaying(nn.Module):
+class ReplayingModel(nn.Module):
     """A model whose forward pass receives its random numbers as the input `draws`."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -76,5 +87,5 @@ class Replaying(nn.Module):
         self.model = model
 
     def forward(self, draws: list[torch.Tensor], **batch: torch.Tensor) -> Any:
-        with Draws(draws):
+        with DrawRecorder(draws):
             return self.model.forward(**batch)

@@ -28,7 +28,7 @@ _NARROW = {torch.float32, torch.float16, torch.bfloat16}
 # Casts by these methods become casts to float64.
 _CASTS = {_T.float, _T.half, _T.bfloat16}
 # Calls that compute nothing and must see the tensor itself, not its float64 form.
-_AS_IT_IS = {
+_NOT_WIDENED = {
     getter("requires_grad"),
     getter("is_leaf"),
     getter("shape"),
@@ -39,64 +39,64 @@ _AS_IT_IS = {
 
 
 @contextlib.contextmanager
-def in_float64(
-    batch: dict[str, torch.Tensor], wanted: bool = True
+def compute_in_float64(
+    batch: dict[str, torch.Tensor], is_enabled: bool = True
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Compute in float64 while the context is open; yield the batch in float64.
 
-    Without `wanted` nothing changes.
+    Without `is_enabled` nothing changes.
     """
-    if not wanted:
+    if not is_enabled:
         yield batch
         return
-    wide = tree_map(lambda value: value.double() if _is_narrow(value) else value, batch)
-    before = torch.get_default_dtype()
+    wide_batch = tree_map(lambda value: value.double() if _is_narrow(value) else value, batch)
+    default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
         with (
-            _InFloat64() as mode,
-            mock.patch.object(torch.autograd.Function, "apply", mode.applying()),
+            _Float64Mode() as mode,
+            mock.patch.object(torch.autograd.Function, "apply", mode.wrap_function_apply()),
         ):
-            yield wide
+            yield wide_batch
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(default_dtype)
 
 
-class _InFloat64(TorchFunctionMode):
+class _Float64Mode(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         # Each tensor with its float64 form, and the tensor's version when that was made.
-        self._known = WeakTensorKeyDictionary()
+        self._wide_by_tensor = WeakTensorKeyDictionary()
 
     def __torch_function__(
         self, func: AnyFunction, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         kwargs = kwargs or {}
-        if func in _AS_IT_IS:
+        if func in _NOT_WIDENED:
             return func(*args, **kwargs)
         if func == setter("data"):
-            self._known.pop(args[0], None)
+            self._wide_by_tensor.pop(args[0], None)
             return func(args[0], args[1].to(args[0].dtype))
-        return self._called(_T.double if func in _CASTS else func, args, kwargs)
+        return self._call_in_float64(_T.double if func in _CASTS else func, args, kwargs)
 
-    def applying(self) -> object:
+    def wrap_function_apply(self) -> object:
         """Return a method for `torch.autograd.Function.apply`, which is no torch function."""
         apply = vars(torch.autograd.Function)["apply"].__func__
         return classmethod(
-            lambda cls, *args, **kwargs: self._called(partial(apply, cls), args, kwargs)
+            lambda cls, *args, **kwargs: self._call_in_float64(partial(apply, cls), args, kwargs)
         )
 
-    def _called(self, function: AnyFunction, args: Args, kwargs: Kwargs) -> object:
+    def _call_in_float64(self, function: AnyFunction, args: Args, kwargs: Kwargs) -> object:
         """Call the function in float64, and copy what it writes into its arguments back."""
         # The calls here must not come back by way of `__torch_function__`.
         with torch._C.DisableTorchFunction():
             narrow = [value for value in tree_leaves((args, kwargs)) if _is_narrow(value)]
-            args, kwargs = tree_map(self._wide, (args, kwargs))
-            versions = [self._known[tensor][0]._version for tensor in narrow]
+            args, kwargs = tree_map(self._wide_form, (args, kwargs))
+            versions = [self._wide_by_tensor[tensor][0]._version for tensor in narrow]
         result = function(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             for tensor, version in zip(narrow, versions):
-                wide = self._known[tensor][0]
+                wide = self._wide_by_tensor[tensor][0]
                 # BatchNorm's kernel does not count versions of its statistics: compare those by
                 # value.
                 if wide._version != version or not (
@@ -104,20 +104,20 @@ class _InFloat64(TorchFunctionMode):
                 ):
                     with torch.no_grad():
                         tensor.data.copy_(wide)
-                    self._known[tensor] = wide, tensor._version
+                    self._wide_by_tensor[tensor] = wide, tensor._version
         return result
 
-    def _wide(self, value: Any) -> Any:
+    def _wide_form(self, value: Any) -> Any:
         if isinstance(value, torch.dtype):
             return torch.float64 if value in _NARROW else value
         if not _is_narrow(value):
             return value
-        wide, version = self._known.get(value, (None, None))
+        wide, version = self._wide_by_tensor.get(value, (None, None))
         # A form that was made without gradients cannot be used where gradients are needed.
-        derives = value.requires_grad and torch.is_grad_enabled()
-        if wide is None or version != value._version or (derives and not wide.requires_grad):
+        needs_gradient = value.requires_grad and torch.is_grad_enabled()
+        if wide is None or version != value._version or (needs_gradient and not wide.requires_grad):
             wide = value.double()
-            self._known[value] = wide, value._version
+            self._wide_by_tensor[value] = wide, value._version
         return wide
 
 

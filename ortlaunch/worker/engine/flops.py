@@ -31,35 +31,35 @@ def flops_per_token(model: torch.nn.Module, sequence_length: int | None) -> floa
     return float(weights + 12 * config.num_hidden_layers * config.hidden_size * sequence_length)
 
 
-def measured_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+def measure_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Measure the rate of a large matmul, in operations per second: the reference of MFU.
 
     On a CPU the result is the higher rate of float32 and `dtype`.
     """
     if device.type == "cuda":
-        return _rate_of_products(device, dtype, 8192)
-    best = _rate_of_products(device, torch.float32, 1024)
+        return _measure_matmul_flops(device, dtype, 8192)
+    best = _measure_matmul_flops(device, torch.float32, 1024)
     # Some CPUs have bfloat16 in software only, a hundred times slower: a small matmul shows it,
     # and a large one would take seconds.
-    if dtype == torch.float32 or _rate_of_products(device, dtype, 256) < best / 8:
+    if dtype == torch.float32 or _measure_matmul_flops(device, dtype, 256) < best / 8:
         return best
-    return max(best, _rate_of_products(device, dtype, 1024))
+    return max(best, _measure_matmul_flops(device, dtype, 1024))
 
 
-def _rate_of_products(device: torch.device, dtype: torch.dtype, size: int) -> float:
+def _measure_matmul_flops(device: torch.device, dtype: torch.dtype, side_length: int) -> float:
     """Return the best rate of five matmuls, in operations per second."""
-    a = torch.randn(size, size, device=device).to(dtype)
-    best = float("inf")
+    a = torch.randn(side_length, side_length, device=device).to(dtype)
+    least_seconds = float("inf")
     for _ in range(5):
-        wait_for(device)
+        wait_for_device(device)
         start = time.perf_counter()
         a @ a
-        wait_for(device)
-        best = min(best, time.perf_counter() - start)
-    return 2 * size**3 / best
+        wait_for_device(device)
+        least_seconds = min(least_seconds, time.perf_counter() - start)
+    return 2 * side_length**3 / least_seconds
 
 
-def wait_for(device: torch.device) -> None:
+def wait_for_device(device: torch.device) -> None:
     """Wait until the device has finished all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import gc
 
-_USUAL = gc.get_threshold()
+_USUAL_THRESHOLDS = gc.get_threshold()
 # Objects between two collections.
-_RARELY = 50_000
+_RARE_THRESHOLD = 50_000
 
 
 def collect_rarely() -> None:
     """Collect garbage rarely until `collect_as_usual` is called."""
-    gc.set_threshold(_RARELY)
+    gc.set_threshold(_RARE_THRESHOLD)
 
 
 def collect_as_usual() -> None:
@@ -23,4 +23,4 @@ def collect_as_usual() -> None:
     gc.collect()
     # Libraries and the session live until the end: no collection needs to visit them again.
     gc.freeze()
-    gc.set_threshold(*_USUAL)
+    gc.set_threshold(*_USUAL_THRESHOLDS)

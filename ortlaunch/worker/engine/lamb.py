@@ -49,30 +49,36 @@ class Lamb(torch.optim.Optimizer):
         loss = closure() if closure else None
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
-            for parameters in _portions([p for p in group["params"] if p.grad is not None]):
-                self._update(group, parameters)
+            for parameters in _parameter_portions(
+                [p for p in group["params"] if p.grad is not None]
+            ):
+                self._update_parameters(group, parameters)
         return loss
 
-    def _update(self, group: Json, parameters: list[torch.Tensor]) -> None:
-        first, second = group["betas"]
-        means, squares = self._moments(parameters)
+    def _update_parameters(self, parameter_group: Json, parameters: list[torch.Tensor]) -> None:
+        first_beta, second_beta = parameter_group["betas"]
+        means, squares = self._load_or_create_moments(parameters)
         gradients = [
             p.grad.to(mean.dtype) for p, mean in zip(parameters, means) if p.grad is not None
         ]
-        torch._foreach_lerp_(means, gradients, 1 - first)
-        torch._foreach_mul_(squares, second)
-        torch._foreach_addcmul_(squares, gradients, gradients, value=1 - second)
-        roots = torch._foreach_sqrt(torch._foreach_div(squares, 1 - second ** group["step"]))
-        torch._foreach_add_(roots, group["eps"])
+        torch._foreach_lerp_(means, gradients, 1 - first_beta)
+        torch._foreach_mul_(squares, second_beta)
+        torch._foreach_addcmul_(squares, gradients, gradients, value=1 - second_beta)
+        denominators = torch._foreach_sqrt(
+            torch._foreach_div(squares, 1 - second_beta ** parameter_group["step"])
+        )
+        torch._foreach_add_(denominators, parameter_group["eps"])
         # Both moments start at 0: the divisions by 1 - beta ** step correct that bias.
-        updates = torch._foreach_div(torch._foreach_div(means, 1 - first ** group["step"]), roots)
-        if group["weight_decay"]:
-            torch._foreach_add_(updates, parameters, alpha=group["weight_decay"])
-        if group["weight_decay"] or self.always_adapt:
+        updates = torch._foreach_div(
+            torch._foreach_div(means, 1 - first_beta ** parameter_group["step"]), denominators
+        )
+        if parameter_group["weight_decay"]:
+            torch._foreach_add_(updates, parameters, alpha=parameter_group["weight_decay"])
+        if parameter_group["weight_decay"] or self.always_adapt:
             torch._foreach_mul_(updates, self._trust_ratios(parameters, updates))
-        torch._foreach_add_(parameters, updates, alpha=-group["lr"])
+        torch._foreach_add_(parameters, updates, alpha=-parameter_group["lr"])
 
-    def _moments(
+    def _load_or_create_moments(
         self, parameters: list[torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         for p in parameters:
@@ -95,7 +101,7 @@ class Lamb(torch.optim.Optimizer):
         ]
 
 
-def _portions(parameters: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+def _parameter_portions(parameters: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Yield lists of parameters of about `_PORTION` elements each."""
     portion: list[torch.Tensor] = []
     for parameter in parameters:

@@ -16,17 +16,17 @@ import torch
 
 from ortlaunch import machine
 
-STATUS = Path("/proc/self/status")
+STATUS_FILE = Path("/proc/self/status")
 
 
-class Limit(NamedTuple):
+class RankMemoryLimit(NamedTuple):
     """One memory limit of a rank, in bytes."""
 
     name: str
     size: int
     free: int
     """This rank's share of the free memory when the limit was read."""
-    taken: Callable[[], int]
+    used_bytes: Callable[[], int]
     """Returns the most memory that the rank has used since that reading."""
 
 
@@ -36,49 +36,66 @@ class RankLimits:
     def __init__(self, device: torch.device, ranks_on_host: int) -> None:
         # The ranks of a host must do this at the same time, because each gets an equal share of the
         # memory that is free then.
-        self.limits = [_gpu(device)] if device.type == "cuda" else list(_host(ranks_on_host))
+        self.limits = (
+            [_gpu_limit(device)] if device.type == "cuda" else list(_host_limits(ranks_on_host))
+        )
 
-    def tightest(self) -> tuple[float, Limit]:
+    def tightest_limit(self) -> tuple[float, RankMemoryLimit]:
         """Return the limit of which the rank used the largest share at its peak, with that share.
 
         A share is 1 if the rank used all memory that was free at the start.
         """
         return max(
-            ((limit.taken() / max(1, limit.free), limit) for limit in self.limits),
+            ((limit.used_bytes() / max(1, limit.free), limit) for limit in self.limits),
             key=lambda pair: pair[0],
         )
 
 
-def _gpu(device: torch.device) -> Limit:
+def _gpu_limit(device: torch.device) -> RankMemoryLimit:
     free, size = torch.cuda.mem_get_info(device)
-    before = torch.cuda.memory_reserved(device)
-    return Limit(
-        f"GPU {device.index}", size, free, lambda: torch.cuda.max_memory_reserved(device) - before
+    reserved_before = torch.cuda.memory_reserved(device)
+    return RankMemoryLimit(
+        f"GPU {device.index}",
+        size,
+        free,
+        lambda: torch.cuda.max_memory_reserved(device) - reserved_before,
     )
 
 
-def _host(ranks: int) -> Iterator[Limit]:
-    resident = status("VmRSS")
-    virtual = status("VmSize")
+def _host_limits(ranks_on_host: int) -> Iterator[RankMemoryLimit]:
+    resident = process_status_bytes("VmRSS")
+    virtual = process_status_bytes("VmSize")
     for limit in machine.memory_limits():
-        yield Limit(
+        yield RankMemoryLimit(
             limit.name,
             limit.total_bytes,
-            limit.free_bytes // ranks,
-            lambda: status("VmHWM") - resident,
+            limit.free_bytes // ranks_on_host,
+            lambda: process_status_bytes("VmHWM") - resident,
         )
-    for name, kind, now, taken in (
-        ("RLIMIT_AS", resource.RLIMIT_AS, virtual, lambda: status("VmPeak") - virtual),
+    for name, limit_type, current_bytes, used_bytes in (
+        (
+            "RLIMIT_AS",
+            resource.RLIMIT_AS,
+            virtual,
+            lambda: process_status_bytes("VmPeak") - virtual,
+        ),
         # The kernel keeps no peak of VmData: the growth of resident memory is used instead.
-        ("RLIMIT_DATA", resource.RLIMIT_DATA, status("VmData"), lambda: status("VmHWM") - resident),
+        (
+            "RLIMIT_DATA",
+            resource.RLIMIT_DATA,
+            process_status_bytes("VmData"),
+            lambda: process_status_bytes("VmHWM") - resident,
+        ),
     ):
-        most = resource.getrlimit(kind)[0]
-        if most != resource.RLIM_INFINITY:
-            yield Limit(name, most, most - now, taken)
+        limit_bytes = resource.getrlimit(limit_type)[0]
+        if limit_bytes != resource.RLIM_INFINITY:
+            yield RankMemoryLimit(name, limit_bytes, limit_bytes - current_bytes, used_bytes)
 
 
-def status(name: str) -> int:
+def process_status_bytes(field_name: str) -> int:
     """Return a size of /proc/self/status, in bytes."""
     # The file gives sizes in KiB.
-    line = next(line for line in STATUS.read_text().splitlines() if line.startswith(f"{name}:"))
+    line = next(
+        line for line in STATUS_FILE.read_text().splitlines() if line.startswith(f"{field_name}:")
+    )
     return int(line.split()[1]) * 1024

@@ -17,7 +17,7 @@ from torch._subclasses import FakeTensor
 from ortlaunch.launch_plan import Plan, ProcessMemory
 from ortlaunch.run_folder.records import MeasuredMemory, MemoryReport, PlannedMemory
 from ortlaunch.units import human_bytes
-from ortlaunch.worker.engine.memory_limits import status
+from ortlaunch.worker.engine.memory_limits import process_status_bytes
 from ortlaunch.worker.engine.stepping import Stepper
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
@@ -61,31 +61,31 @@ class MemoryUse:
     def __init__(self, device: torch.device, model: torch.nn.Module) -> None:
         self.device = device
         self.records = 0
-        self.largest = Footprint(0, 0, 0, 0, 0)
-        self.resets = _reset_peak(device)
+        self.largest_footprint = Footprint(0, 0, 0, 0, 0)
+        self.resets = _reset_peak_memory(device)
         # The weights are resident already, but count as the run's memory.
-        weights = _count(model.parameters(), {}) if device.type == "cpu" else 0
-        self.process = _process(weights)
+        weights = _count_new_storages(model.parameters(), {}) if device.type == "cpu" else 0
+        self.process = _process_memory(weights)
         """The interpreter and the libraries, without a GPU."""
         self.baseline = self.process.total if device.type == "cpu" else 0
 
-    def record_usage(self, stepper: Stepper) -> None:
+    def count_live_tensors(self, stepper: Stepper) -> None:
         """Count the live tensors; to be called before and after each step.
 
         Only the first two steps are counted. Later calls cost nothing.
         """
         if self.records == 0:
-            self._record_before_reducing(stepper)
+            self._count_before_reducing(stepper)
         if self.records < _RECORDS:
             self.records += 1
-            self._count(stepper)
-        # Remove the hook of `_record_before_reducing`, so that later steps do not pay for it.
+            self._count_live_bytes(stepper)
+        # Remove the hook of `_count_before_reducing`, so that later steps do not pay for it.
         if self.records == _RECORDS and "allreduce_gradients" in vars(
             getattr(stepper, "engine", self)
         ):
             del stepper.engine.allreduce_gradients  # type: ignore[attr-defined]
 
-    def _record_before_reducing(self, stepper: Stepper) -> None:
+    def _count_before_reducing(self, stepper: Stepper) -> None:
         """Also count just before DeepSpeed reduces gradients, from step 2 on."""
         # ZeRO 1 and 2 free their gradients at the end of the backward pass, so that a count between
         # backward pass and step does not see them.
@@ -95,39 +95,51 @@ class MemoryUse:
         reduce = engine.allreduce_gradients
 
         def count_and_reduce(*args: object, **kwargs: object) -> object:
-            self._count(stepper)
+            self._count_live_bytes(stepper)
             return reduce(*args, **kwargs)
 
         engine.allreduce_gradients = count_and_reduce
 
-    def _count(self, stepper: Stepper) -> None:
-        self.largest = Footprint(*map(max, zip(self.largest, live_bytes(stepper))))
+    def _count_live_bytes(self, stepper: Stepper) -> None:
+        self.largest_footprint = Footprint(
+            *map(max, zip(self.largest_footprint, live_bytes(stepper)))
+        )
 
-    def peak(self) -> int:
+    def peak_bytes(self) -> int:
         """Return the most bytes in use at once since this object was made."""
         if self.device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self.device))
-        return max(0, status("VmHWM") - self.baseline)
+        return max(0, process_status_bytes("VmHWM") - self.baseline)
 
-    def record(self, plan: Plan, group: DistributedContext) -> MemoryReport:
+    def memory_report(self, plan: Plan, group: DistributedContext) -> MemoryReport:
         """Return planned and measured bytes; each measured figure is the largest of all ranks.
 
         This is a collective call.
         """
-        mine = {**self.largest._asdict(), "model": self.largest.model, "peak": self.peak()}
-        ranks = group.gather(mine)
-        worst = {name: max(rank[name] for rank in ranks) for name in mine}
-        bytes_ = dict(plan.memory.by_stage)[plan.memory.chosen] if plan.memory else None
+        bytes_of_rank = {
+            **self.largest_footprint._asdict(),
+            "model": self.largest_footprint.model,
+            "peak": self.peak_bytes(),
+        }
+        bytes_by_rank = group.gather(bytes_of_rank)
+        largest_bytes = {name: max(rank[name] for rank in bytes_by_rank) for name in bytes_of_rank}
+        planned_bytes = dict(plan.memory.by_stage)[plan.memory.chosen] if plan.memory else None
         # On CUDA the measured peak is of torch's allocator, which does not see the overhead.
-        beside = bytes_.overhead if bytes_ and self.device.type == "cuda" else 0
+        overhead_bytes = (
+            planned_bytes.overhead if planned_bytes and self.device.type == "cuda" else 0
+        )
         return MemoryReport(
-            planned=bytes_
-            and PlannedMemory(**bytes_._asdict(), model=bytes_.model, peak=bytes_.total - beside),
-            measured=MeasuredMemory(**worst),
+            planned=planned_bytes
+            and PlannedMemory(
+                **planned_bytes._asdict(),
+                model=planned_bytes.model,
+                peak=planned_bytes.total - overhead_bytes,
+            ),
+            measured=MeasuredMemory(**largest_bytes),
             peak_is=_PEAK_IS[self.device.type]
             + ("" if self.resets else "; the kernel did not allow a reset of the peak"),
             baseline=self.baseline,
-            peak_by_rank=[rank["peak"] for rank in ranks],
+            peak_by_rank=[rank["peak"] for rank in bytes_by_rank],
         )
 
 
@@ -138,38 +150,58 @@ _PEAK_IS = {
 }
 
 
-def memory_line(record: MemoryReport) -> str:
+def memory_text(memory_report: MemoryReport) -> str:
     """Return the record as text for the terminal, in two lines."""
-    planned = record.planned
-    measured = record.measured
-    peak = f"memory a rank: {human_bytes(measured.peak)} at peak"
-    beside = f", beside {human_bytes(record.baseline)} of its process" if record.baseline else ""
-    model = f"  weights, gradients and optimizer: {human_bytes(measured.model)}"
+    planned = memory_report.planned
+    measured = memory_report.measured
+    peak_text = f"memory a rank: {human_bytes(measured.peak)} at peak"
+    process_text = (
+        f", beside {human_bytes(memory_report.baseline)} of its process"
+        if memory_report.baseline
+        else ""
+    )
+    model_text = f"  weights, gradients and optimizer: {human_bytes(measured.model)}"
     if planned is None:
-        return f"{peak}, not planned{beside}\n{model}"
-    return f"{peak}, planned {human_bytes(planned.peak)}{beside}\n{model}, planned {human_bytes(planned.model)}"
+        return f"{peak_text}, not planned{process_text}\n{model_text}"
+    return (
+        f"{peak_text}, planned {human_bytes(planned.peak)}{process_text}\n{model_text}, "
+        f"planned {human_bytes(planned.model)}"
+    )
 
 
 def live_bytes(stepper: Stepper) -> Footprint:
     """Return the bytes of all live tensors; each storage counts in the first type that has it."""
-    seen: dict[int, int] = {}
+    counted_storages: dict[int, int] = {}
     sharder = getattr(stepper, "engine", None) and stepper.engine.optimizer  # type: ignore[attr-defined]
     parameters = list(stepper.module.parameters())
     optimizer: Any = (
         getattr(sharder, "optimizer", None) or getattr(stepper, "optimizer", None) or sharder
     )
     masters = [p for group in optimizer.param_groups for p in group["params"]] + list(
-        _held(sharder, _MASTERS)
+        _tensors_of_attributes(sharder, _MASTERS)
     )
-    weights = _count([*_weights(parameters), *_held(sharder, _WEIGHTS)], seen)
+    weights = _count_new_storages(
+        [*_weight_tensors(parameters), *_tensors_of_attributes(sharder, _WEIGHTS)], counted_storages
+    )
     # Before gradients, because gradients may be views of the buckets.
-    buckets = _count(_buckets(sharder), seen)
-    gradients = _count([*_gradients([*parameters, *masters]), *_held(sharder, _GRADIENTS)], seen)
-    state = _count([*masters, *_tensors(list(optimizer.state.values()))], seen)
-    return Footprint(weights, gradients, state, buckets, other=_count(_all_tensors(), seen))
+    buckets = _count_new_storages(_bucket_tensors(sharder), counted_storages)
+    gradients = _count_new_storages(
+        [*_gradient_tensors([*parameters, *masters]), *_tensors_of_attributes(sharder, _GRADIENTS)],
+        counted_storages,
+    )
+    state = _count_new_storages(
+        [*masters, *_nested_tensors(list(optimizer.state.values()))], counted_storages
+    )
+    return Footprint(
+        weights,
+        gradients,
+        state,
+        buckets,
+        other=_count_new_storages(_all_live_tensors(), counted_storages),
+    )
 
 
-def _weights(parameters: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+def _weight_tensors(parameters: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     for parameter in parameters:
         yield parameter
         # ZeRO 3 keeps this rank's piece of a parameter here.
@@ -178,39 +210,45 @@ def _weights(parameters: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
             yield shard
 
 
-def _gradients(owners: list[Any]) -> Iterator[torch.Tensor]:
+def _gradient_tensors(owners: list[Any]) -> Iterator[torch.Tensor]:
     for owner in owners:
         for gradient in (owner.grad, getattr(owner, "grad_accum", None)):
             if gradient is not None:
                 yield gradient
 
 
-def _held(owner: object, names: tuple[str, ...]) -> Iterator[torch.Tensor]:
-    for name in names:
-        yield from _tensors(getattr(owner, name, None))
+def _tensors_of_attributes(
+    owner: object, attribute_names: tuple[str, ...]
+) -> Iterator[torch.Tensor]:
+    for name in attribute_names:
+        yield from _nested_tensors(getattr(owner, name, None))
 
 
-def _buckets(sharder: object) -> Iterator[torch.Tensor]:
+def _bucket_tensors(sharder: object) -> Iterator[torch.Tensor]:
     for bucket in getattr(sharder, "ipg_buckets", {}).values():
-        yield from _tensors(list(vars(bucket).values()))
+        yield from _nested_tensors(list(vars(bucket).values()))
 
 
-def _tensors(value: object) -> Iterator[torch.Tensor]:
+def _nested_tensors(value: object) -> Iterator[torch.Tensor]:
     """Yield the tensors in nested lists and mappings, of any depth."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (dict, list, tuple, set)):
         for item in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(item)
+            yield from _nested_tensors(item)
 
 
-def _all_tensors() -> list[torch.Tensor]:
+def _all_live_tensors() -> list[torch.Tensor]:
     # By type, not by isinstance: to get `__class__` of a lazy module's object would import it.
-    return [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
+    return [
+        live_object
+        for live_object in gc.get_objects()
+        if issubclass(type(live_object), torch.Tensor)
+    ]
 
 
-def _count(tensors: Iterable[torch.Tensor], seen: dict[int, int]) -> int:
-    """Return the bytes of those storages of `tensors` that are not in `seen`; add them to it."""
+def _count_new_storages(tensors: Iterable[torch.Tensor], counted_storages: dict[int, int]) -> int:
+    """Return the bytes of those storages of `tensors` that are not in `counted_storages`; add them to it."""
     total = 0
     for tensor in tensors:
         try:
@@ -225,24 +263,24 @@ def _count(tensors: Iterable[torch.Tensor], seen: dict[int, int]) -> int:
         # Other kinds of fake tensors have no device or no address.
         except RuntimeError:
             continue
-        if storage.nbytes() and address not in seen:
-            seen[address] = storage.nbytes()
+        if storage.nbytes() and address not in counted_storages:
+            counted_storages[address] = storage.nbytes()
             total += storage.nbytes()
     return total
 
 
-def _process(weights: int) -> ProcessMemory:
+def _process_memory(weight_bytes: int) -> ProcessMemory:
     """Return the bytes of this process beside its weights."""
-    resident = status("VmRSS") - weights
+    resident = process_status_bytes("VmRSS") - weight_bytes
     try:
-        own = status("RssAnon") - weights
+        private_bytes = process_status_bytes("RssAnon") - weight_bytes
     # Kernels that do not tell private bytes from those of files, such as gVisor's.
     except StopIteration:
-        own = resident
-    return ProcessMemory(own, resident - own, is_measured=True)
+        private_bytes = resident
+    return ProcessMemory(private_bytes, resident - private_bytes, is_measured=True)
 
 
-def _reset_peak(device: torch.device) -> bool:
+def _reset_peak_memory(device: torch.device) -> bool:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return True

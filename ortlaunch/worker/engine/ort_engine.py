@@ -19,16 +19,16 @@ from ortlaunch.run_folder.engine_report import (
     Postprocess,
     TorchCalls,
 )
-from ortlaunch.worker.data.own import find
+from ortlaunch.worker.data.own import load_user_function
 from ortlaunch.worker.engine import ort_settings
-from ortlaunch.worker.engine.ort_settings import settings_of
-from ortlaunch.worker.engine.spans import source_lines
+from ortlaunch.worker.engine.ort_settings import ortmodule_settings
+from ortlaunch.worker.engine.spans import keep_source_lines
 from ortlaunch.worker.engine.stepping import Batch
 from ortlaunch.worker.model.model import LossModule
-from ortlaunch.worker.model.own_numbers import loss_in
+from ortlaunch.worker.model.own_numbers import loss_of_engine_output
 from ortlaunch.worker.model.precision import narrow_dtype_of
 from ortlaunch.worker.process_group.distributed import DistributedContext
-from ortlaunch.worker.supervision.user_frames import described
+from ortlaunch.worker.supervision.user_frames import error_description
 
 if TYPE_CHECKING:
     from ortlaunch.ortmodule.witness import Witness
@@ -40,8 +40,8 @@ _ADVICE = (
 )
 
 
-def build_ort(
-    recipe: Recipe, model: LossModule, group: DistributedContext, sample: Batch
+def build_ort_module(
+    recipe: Recipe, model: LossModule, group: DistributedContext, sample_batch: Batch
 ) -> tuple[nn.Module, Witness, str]:
     """Build the model in ORTModule and run it once; all ranks make the same decision.
 
@@ -64,52 +64,58 @@ def build_ort(
     # missing.
     on_gpu = group.device.type == "cuda" and group.local.local_rank == 0
     reason = cuda_libraries.check() if on_gpu else ""
-    wrapped = None
+    ort_module = None
     try:
         if not any(group.gather(reason)):
-            wrapped = wrapped_in_ort(recipe, model, group)
-            with source_lines(bool(recipe.log.profile_steps)):
-                _probe(recipe, wrapped, model, group, sample)
-            require_effect(settings_of(recipe.engine), witness.graphs)
+            ort_module = wrap_in_ort(recipe, model, group)
+            with keep_source_lines(bool(recipe.log.profile_steps)):
+                _run_probe_pass(recipe, ort_module, model, group, sample_batch)
+            require_effect(ortmodule_settings(recipe.engine), witness.graphs)
     except MissingDependency:
         raise
     except EngineError as error:
         raise EngineError(in_recipes_words(str(error))) from error
     # ONNX Runtime and the exporter raise many types of exceptions: all of them are reasons.
     except Exception as error:
-        reason = described(error)
+        reason = error_description(error)
     reason = next((text for text in group.gather(reason) if text), "")
     if reason:
         # A mistake of the user's own code raises here as itself.
-        _probe(recipe, model, model, group, sample)
+        _run_probe_pass(recipe, model, model, group, sample_batch)
     if reason and not recipe.engine.allow_fallback:
         raise EngineError(
-            f"ONNX Runtime cannot run this model: {in_recipes_words(brief(reason))}\n{_ADVICE}"
+            f"ONNX Runtime cannot run this model: {in_recipes_words(brief_reason(reason))}\n{_ADVICE}"
         )
     # The pass of `_probe` does not count as the run's.
     witness.restart()
-    return (model if reason or wrapped is None else wrapped), witness, reason
+    return (model if reason or ort_module is None else ort_module), witness, reason
 
 
-def wrapped_in_ort(recipe: Recipe, model: LossModule, group: DistributedContext) -> nn.Module:
+def wrap_in_ort(recipe: Recipe, model: LossModule, group: DistributedContext) -> nn.Module:
     """Wrap the model in ORTModule with the recipe's settings."""
     from ortlaunch.ortmodule import ORTModule
 
     # The state that transformers' models read does not change between steps. A model class of the
     # user may change its state in any pass.
-    follow = recipe.model.factory is not None
-    named = recipe.engine.postprocess
-    settings = settings_of(
+    follows_model_state = recipe.model.factory is not None
+    postprocess_name = recipe.engine.postprocess
+    settings = ortmodule_settings(
         recipe.engine,
         processes_on_host=group.local.local_world_size,
-        follow_model_state=follow,
-        postprocess=find("engine.postprocess", named) if named else None,
+        follow_model_state=follows_model_state,
+        postprocess=load_user_function("engine.postprocess", postprocess_name)
+        if postprocess_name
+        else None,
     )
     return ORTModule(model, settings)
 
 
-def _probe(
-    recipe: Recipe, wrapped: nn.Module, model: LossModule, group: DistributedContext, sample: Batch
+def _run_probe_pass(
+    recipe: Recipe,
+    module: nn.Module,
+    model: LossModule,
+    group: DistributedContext,
+    sample_batch: Batch,
 ) -> None:
     """Run one forward and backward pass without effect on buffers, gradients or random state."""
     buffers = {name: value.clone() for name, value in model.named_buffers()}
@@ -120,7 +126,7 @@ def _probe(
         torch.random.fork_rng(devices),
         torch.autocast(group.device.type, dtype, enabled=dtype is not None),
     ):
-        loss_in(wrapped(**sample)).backward()
+        loss_of_engine_output(module(**sample_batch)).backward()
     for parameter in model.parameters():
         parameter.grad = None
     with torch.no_grad():
@@ -128,7 +134,7 @@ def _probe(
             value.copy_(buffers[name])
 
 
-def brief(reason: str) -> str:
+def brief_reason(reason: str) -> str:
     """Return the first line of an exporter's message and its last error, in 600 characters."""
     lines = [line.strip() for line in reason.splitlines() if line.strip()]
     raised = [line for line in lines[1:] if re.match(r"[\w.]*(Error|Exception): ", line)]
@@ -140,19 +146,19 @@ def onnxruntime_report(recipe: Recipe, witness: Witness) -> OnnxRuntime:
     from ortlaunch.ortmodule.report import report
 
     record = report(witness)
-    copied = record["deepcopy_before_export"]
-    changed = record["postprocess"]
+    copy_record = record["deepcopy_before_export"]
+    postprocess_record = record["postprocess"]
     typed = {
-        "postprocess": changed and Postprocess(**changed),
-        "deepcopy_before_export": copied and ExportCopy(**copied),
-        "torch_calls": {name: TorchCalls(**one) for name, one in record["torch_calls"].items()},
+        "postprocess": postprocess_record and Postprocess(**postprocess_record),
+        "deepcopy_before_export": copy_record and ExportCopy(**copy_record),
+        "torch_calls": {name: TorchCalls(**calls) for name, calls in record["torch_calls"].items()},
         "notes": [in_recipes_words(note) for note in record["notes"]],
     }
     graphs = {
         name: record[name] and GraphReport(**record[name])
         for name in ("training_graph", "evaluation_graph")
     }
-    return OnnxRuntime(**{**record, **typed, **graphs}, **ort_settings.report(recipe))
+    return OnnxRuntime(**{**record, **typed, **graphs}, **ort_settings.ort_settings_record(recipe))
 
 
 def ort_notes() -> tuple[str, ...]:
@@ -160,8 +166,8 @@ def ort_notes() -> tuple[str, ...]:
     from ortlaunch.ortmodule.base import registry
     from ortlaunch.ortmodule.base.counters import tally
 
-    left_out = (
-        f"ONNX Runtime's {name} is not repaired: {why}"
-        for name, why in registry.not_applied().items()
+    unapplied_repairs = (
+        f"ONNX Runtime's {name} is not repaired: {reason}"
+        for name, reason in registry.not_applied().items()
     )
-    return (*left_out, *map(in_recipes_words, tally.notes))
+    return (*unapplied_repairs, *map(in_recipes_words, tally.notes))

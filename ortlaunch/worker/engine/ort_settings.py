@@ -17,8 +17,8 @@ from ortlaunch.recipe.fields.engine import Engine
 from ortlaunch.recipe.fields.ort_variables import contradictions, in_recipes_words, variables_in
 
 # Settings with the same name and value in the recipe. The recipe's `postprocess` is the name of a
-# function, which `wrapped_in_ort` imports later.
-_SAME = [
+# function, which `wrap_in_ort` imports later.
+_SHARED_FIELDS = [
     field.name
     for field in dataclasses.fields(Settings)
     if field.name in Engine.model_fields and field.name != "postprocess"
@@ -26,19 +26,21 @@ _SAME = [
 _variables: dict[str, str] = {}
 
 
-def settings_of(engine: Engine, **others: object) -> Settings:
+def ortmodule_settings(engine: Engine, **other_settings: object) -> Settings:
     """Return the settings of ortmodule for the recipe's section `engine`.
 
     Args:
         engine: the section. Most settings have the same name there; some have another name.
-        others: settings that are not in the recipe.
+        other_settings: settings that are not in the recipe.
     """
-    lower = engine.matmul_precision != "highest"
-    same = {name: getattr(engine, name) for name in _SAME}
-    return Settings(**{**same, "tf32": lower, "allow_fallback": False, **others})
+    lowers_precision = engine.matmul_precision != "highest"
+    shared_settings = {name: getattr(engine, name) for name in _SHARED_FIELDS}
+    return Settings(
+        **{**shared_settings, "tf32": lowers_precision, "allow_fallback": False, **other_settings}
+    )
 
 
-def prepare(engine: Engine, environ: Mapping[str, str] = os.environ) -> None:
+def prepare_ortmodule(engine: Engine, environ: Mapping[str, str] = os.environ) -> None:
     """Import ORTModule with the recipe's settings; call this once, before transformers is imported.
 
     Raises:
@@ -48,25 +50,25 @@ def prepare(engine: Engine, environ: Mapping[str, str] = os.environ) -> None:
     """
     from ortlaunch.ortmodule import options
 
-    wrong = [
-        f"{name}={environ[name]} on this host {why}"
-        for name, why in contradictions(engine, environ)
+    contradictory_variables = [
+        f"{name}={environ[name]} on this host {reason}"
+        for name, reason in contradictions(engine, environ)
     ]
-    if wrong:
-        raise EngineError("\n".join(wrong))
+    if contradictory_variables:
+        raise EngineError("\n".join(contradictory_variables))
     _variables.update(variables_in(environ))
     try:
-        options.prepare(settings_of(engine))
+        options.prepare(ortmodule_settings(engine))
     except EngineError as error:
         raise EngineError(in_recipes_words(str(error))) from None
 
 
-def report(recipe: Recipe) -> Json:
+def ort_settings_record(recipe: Recipe) -> Json:
     """Return the settings that the recipe gives, and ORTModule's environment variables.
 
     They are a part of engine.json. `prepare` has checked that the variables agree with the recipe.
     """
-    chosen = recipe.engine.model_dump(
+    recipe_settings = recipe.engine.model_dump(
         mode="json", exclude_defaults=True, exclude={"name", "allow_fallback"}
     )
-    return {"settings": chosen, "variables": dict(_variables)}
+    return {"settings": recipe_settings, "variables": dict(_variables)}

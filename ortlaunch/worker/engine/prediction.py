@@ -41,10 +41,10 @@ from ortlaunch.planning.prediction import Counted, Rates
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.folder import write_json_atomically
 from ortlaunch.worker.data import IGNORED
-from ortlaunch.worker.engine.flops import wait_for
+from ortlaunch.worker.engine.flops import wait_for_device
 from ortlaunch.worker.engine.optimizer import build_optimizer
 from ortlaunch.worker.model.model import LossModule
-from ortlaunch.worker.model.own_numbers import loss_in
+from ortlaunch.worker.model.own_numbers import loss_of_engine_output
 from ortlaunch.worker.model.precision import narrow_dtype_of
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 # Kind of an operator that is neither a view nor counted in floating point operations, by its name
 # without `_backward`; others move bytes, at the rate of an addition.
-_KINDS = {
+_KIND_BY_OPERATOR = {
     "native_layer_norm": "norm", "_fused_rms_norm": "norm", "native_group_norm": "norm",
     "_softmax": "softmax", "_safe_softmax": "softmax", "_log_softmax": "softmax",
     "_softmax_backward_data": "softmax", "_log_softmax_backward_data": "softmax",
@@ -63,7 +63,7 @@ _KINDS = {
     ),
 }  # fmt: skip
 # They compute nothing.
-_FREE = {
+_FREE_OPERATORS = {
     "detach",
     "empty_like",
     "empty",
@@ -79,7 +79,7 @@ _MASKS = "transformers.masking_utils"
 _DECISIONS = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
 # Elements of the tensors on which rates are measured: from within a cache to beyond all of them.
 _SIZES = (2**12, 2**16, 2**19, 2**21, 2**23 - 2**16, 2**23)
-_CACHED = 2**20  # bytes; larger inputs and results of an operator are in no cache
+_CACHED_BYTES = 2**20  # bytes; larger inputs and results of an operator are in no cache
 _SECONDS = 0.03  # of measuring each size in a round, after one call without
 # The least of some rounds counts, because other work slows one down; further rounds follow while
 # rates contradict themselves.
@@ -87,17 +87,17 @@ _ROUNDS = 3
 _MOST_ROUNDS = 6
 
 
-class _Work(TorchDispatchMode):
+class _OperatorCounter(TorchDispatchMode):
     """Counts the units of operators while it is active, by kind and size.
 
     labelled: share of the rows that the chunked loss computes.
     """
 
-    def __init__(self, labelled: float = 1.0) -> None:
+    def __init__(self, labelled_share: float = 1.0) -> None:
         super().__init__()
-        self.labelled = labelled
+        self.labelled_share = labelled_share
         self.units = Counter[tuple[str, float]]()
-        self.most = 0
+        self.largest_bytes = 0
         """Bytes of the operator with the largest inputs and results."""
 
     def __torch_dispatch__(
@@ -105,50 +105,54 @@ class _Work(TorchDispatchMode):
     ) -> object:
         out = func(*args, **(kwargs or {}))
         name = func._schema.name.partition("::")[2]
-        if not func.is_view and name not in _FREE:
-            self._count(func, name, args, kwargs or {}, out)
+        if not func.is_view and name not in _FREE_OPERATORS:
+            self._count_operator(func, name, args, kwargs or {}, out)
         return out
 
-    def _count(self, func: OpOverload, name: str, args: Args, kwargs: Kwargs, out: object) -> None:
-        given, made = (
-            [each for each in tree_leaves(tree) if isinstance(each, torch.Tensor)]
+    def _count_operator(
+        self, func: OpOverload, name: str, args: Args, kwargs: Kwargs, out: object
+    ) -> None:
+        input_tensors, output_tensors = (
+            [item for item in tree_leaves(tree) if isinstance(item, torch.Tensor)]
             for tree in ((args, kwargs), out)
         )
-        elements = sum(each.numel() for each in (*given, *made))
-        size = sum(each.numel() * each.element_size() for each in (*given, *made))
-        self.most = max(self.most, size)
-        flops = _flops(func, name, args, kwargs, out)
-        kind = _KINDS.get(name.removesuffix("_backward"), "move")
-        if name in _COPIES and not all(each.is_contiguous() for each in given):
-            kind = "transpose"
+        elements = sum(item.numel() for item in (*input_tensors, *output_tensors))
+        size = sum(item.numel() * item.element_size() for item in (*input_tensors, *output_tensors))
+        self.largest_bytes = max(self.largest_bytes, size)
+        flops = _operator_flops(func, name, args, kwargs, out)
+        operator_kind = _KIND_BY_OPERATOR.get(name.removesuffix("_backward"), "move")
+        if name in _COPIES and not all(item.is_contiguous() for item in input_tensors):
+            operator_kind = "transpose"
         if flops:
-            kind = next((each for each in ("attention", "bmm") if each in name), "matmul")
-            causal = kind == "attention" and args[7 if "backward" in name else 4 :][:1] == (True,)
-            narrow = given[0].dtype != torch.float32
-            kind = f"{'causal ' * causal}{kind}{' narrow' * narrow}"
+            operator_kind = next((item for item in ("attention", "bmm") if item in name), "matmul")
+            causal = operator_kind == "attention" and args[7 if "backward" in name else 4 :][
+                :1
+            ] == (True,)
+            narrow = input_tensors[0].dtype != torch.float32
+            operator_kind = f"{'causal ' * causal}{operator_kind}{' narrow' * narrow}"
             # The size of a matmul of equal sides with as many operations for each element.
             size = round(1.5 * flops / max(1, elements))
         if name == "head_loss":
             # Logits, their softmax, and the gradients of hidden states and weight.
-            rows, width = given[0].shape
-            size = 4 * int(rows * len(given[1]) * self.labelled)
+            rows, width = input_tensors[0].shape
+            size = 4 * int(rows * len(input_tensors[1]) * self.labelled_share)
             self.units["softmax", 2 * size] += 2 * size
-            kind = "matmul"
+            operator_kind = "matmul"
             flops = 6 * width * size // 4
-            size = round(3 / (1 / rows + 1 / width + 1 / len(given[1])))
+            size = round(3 / (1 / rows + 1 / width + 1 / len(input_tensors[1])))
         self.units["calls", 0] += 1
-        self.units[kind, size] += flops or size
+        self.units[operator_kind, size] += flops or size
 
 
-def _flops(func: OpOverload, name: str, args: Args, kwargs: Kwargs, out: object) -> int:
+def _operator_flops(func: OpOverload, name: str, args: Args, kwargs: Kwargs, out: object) -> int:
     """Return the floating point operations of matmuls and attention; 0 for other operators."""
-    count = flop_registry.get(func._overloadpacket)
-    if count is not None:
-        return int(count(*args, **kwargs, out_val=out))
+    flop_counter = flop_registry.get(func._overloadpacket)
+    if flop_counter is not None:
+        return int(flop_counter(*args, **kwargs, out_val=out))
     # torch's list leaves out the kernels for CPUs.
     if "attention_for_cpu" not in name:
         return 0
-    shapes = [each.shape for each in args if isinstance(each, torch.Tensor)]
+    shapes = [argument.shape for argument in args if isinstance(argument, torch.Tensor)]
     if name.endswith("backward"):
         return int(sdpa_backward_flop_count(*shapes[:4]))
     return int(sdpa_flop_count(*shapes[:3]))
@@ -165,30 +169,30 @@ def write_prediction(recipe: Recipe, plan: Plan, model: LossModule, batch: dict[
         Exception: the model cannot run without values.
     """
     device = next(model.parameters()).device
-    given = recipe, model, batch, device, plan.batch.accumulation_steps
+    count_arguments = recipe, model, batch, device, plan.batch.accumulation_steps
     try:
-        counted = count(*given)
+        step_work = count_step_work(*count_arguments)
     except (DataDependentOutputException, DynamicOutputShapeException):
-        counted = count(*given, values=True)
-    kind = getattr(getattr(model.model, "config", None), "model_type", None)
+        step_work = count_step_work(*count_arguments, with_values=True)
+    model_type = getattr(getattr(model.model, "config", None), "model_type", None)
     make_cache_folder("predictions")
     others = machine.busy_processes()
-    rates = measure(device, narrow_dtype_of(recipe.precision) or torch.float32)
+    rates = measure_operator_rates(device, narrow_dtype_of(recipe.precision) or torch.float32)
     content = {
-        "engines": prediction.predict(recipe, device.type, counted, rates, kind),
+        "engines": prediction.predict(recipe, device.type, step_work, rates, model_type),
         "others": others,
         "contradictions": prediction.contradictions(rates),
     }
     write_json_atomically(prediction.path(recipe, plan), content)
 
 
-def count(
+def count_step_work(
     recipe: Recipe,
     model: nn.Module,
     batch: dict[str, Any],
     device: torch.device,
-    accumulation: int,
-    values: bool = False,
+    accumulation_steps: int,
+    with_values: bool = False,
 ) -> Counted:
     """Return the work and the peak of tensors of a step of plain PyTorch.
 
@@ -197,19 +201,23 @@ def count(
         model: the model on `device`, not sharded; it stays as it is.
         batch: one micro batch, on the CPU.
         device: the device of the training.
-        accumulation: passes of a step.
-        values: compute the step on a copy of the model; else its tensors have no values.
+        accumulation_steps: passes of a step.
+        with_values: compute the step on a copy of the model; else its tensors have no values.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     labels = batch.get("labels")
-    labelled = 1.0 if labels is None else float((labels != IGNORED).float().mean())
-    with contextlib.nullcontext() if values else FakeCopyMode(fake):
+    labelled_share = 1.0 if labels is None else float((labels != IGNORED).float().mean())
+    with contextlib.nullcontext() if with_values else FakeCopyMode(fake):
         model = copy.deepcopy(model)
     # The tracker warns of each backward pass of a module without inputs that have gradients.
-    skipped = contextlib.nullcontext() if values else _full_masks_skipped(batch)
-    with skipped, contextlib.nullcontext() if values else fake, warnings.catch_warnings():
+    masks_context = contextlib.nullcontext() if with_values else _skip_full_masks(batch)
+    with (
+        masks_context,
+        contextlib.nullcontext() if with_values else fake,
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")
-        if not values:
+        if not with_values:
             batch = {name: fake.from_tensor(value) for name, value in batch.items()}
         batch = {name: value.to(device) for name, value in batch.items()}
         optimizer = build_optimizer(recipe.optimizer, model, "eager", device).optimizer
@@ -217,135 +225,158 @@ def count(
         memory = MemTracker()
         memory.track_external(model)
         # The tracker would register hooks on frozen parameters too, which torch refuses.
-        for frozen in (each for each in model.parameters() if not each.requires_grad):
+        for frozen in (item for item in model.parameters() if not item.requires_grad):
             no_hooks = RemovableHandle(OrderedDict()), RemovableHandle(OrderedDict())
             memory._param_to_grad_hook_handles[frozen] = no_hooks
-        with memory, _Work(labelled) as passes:
+        with memory, _OperatorCounter(labelled_share) as passes:
             with torch.autocast(device.type, dtype, enabled=dtype is not None):
-                loss = loss_in(model(**batch))
+                loss = loss_of_engine_output(model(**batch))
             loss.backward()
-        with _Work() as update:
+        with _OperatorCounter() as update:
             gradients = [p.grad for p in model.parameters() if p.grad is not None]
             nn.utils.get_total_norm(gradients, foreach=True)
             torch._foreach_mul_(gradients, 1.0)
             optimizer.step()
-    kept = [each for each in tree_leaves([*optimizer.state.values()]) if torch.is_tensor(each)]
+    state_tensors = [
+        item for item in tree_leaves([*optimizer.state.values()]) if torch.is_tensor(item)
+    ]
     # With accumulation the gradients of earlier passes are there from the beginning.
-    earlier = gradients if accumulation > 1 else []
-    peak = sum(each["Total"] for each in memory.get_tracker_snapshot("peak").values())
-    peak += sum(each.nbytes for each in (*kept, *earlier))
-    units = Counter({key: value * accumulation for key, value in passes.units.items()})
+    earlier = gradients if accumulation_steps > 1 else []
+    peak = sum(item["Total"] for item in memory.get_tracker_snapshot("peak").values())
+    peak += sum(item.nbytes for item in (*state_tensors, *earlier))
+    units = Counter({key: value * accumulation_steps for key, value in passes.units.items()})
     units.update(update.units)
-    trained = [each for each in model.parameters() if each.requires_grad]
-    whole = sum(each.nbytes for each in (*model.parameters(), *trained, *kept))
-    return Counted([(kind, size, value) for (kind, size), value in units.items()], whole, int(peak))
+    trained = [item for item in model.parameters() if item.requires_grad]
+    state_bytes = sum(item.nbytes for item in (*model.parameters(), *trained, *state_tensors))
+    return Counted(
+        [(operator_kind, size, value) for (operator_kind, size), value in units.items()],
+        state_bytes,
+        int(peak),
+    )
 
 
 @contextlib.contextmanager
-def _full_masks_skipped(batch: Mapping[str, object]) -> Iterator[None]:
+def _skip_full_masks(batch: Mapping[str, object]) -> Iterator[None]:
     """Make transformers leave out the attention mask if no mask of the batch hides a token.
 
     In a run transformers reads the values of a mask to decide this. Here they have none, and it
     would keep the mask: twice the operations, if the attention is causal. A mask that the model
     makes itself is assumed to hide no token.
     """
-    masks = [each for name, each in batch.items() if name.endswith("attention_mask")]
+    masks = [mask for name, mask in batch.items() if name.endswith("attention_mask")]
     module = sys.modules.get(_MASKS)
     with contextlib.ExitStack() as stack:
-        if module and all(isinstance(each, torch.Tensor) and each.all() for each in masks):
+        if module and all(isinstance(mask, torch.Tensor) and mask.all() for mask in masks):
             for name in set(_DECISIONS) & vars(module).keys():
                 original = getattr(module, name)
-                stack.enter_context(mock.patch.object(module, name, _without_mask(original)))
+                stack.enter_context(mock.patch.object(module, name, _decide_without_mask(original)))
         yield
 
 
-def _without_mask(decision: Callable[..., bool]) -> Callable[..., bool]:
-    def call(padding_mask: object, *given: object, **named: object) -> bool:
-        return decision(None, *given, **named)
+def _decide_without_mask(decision: Callable[..., bool]) -> Callable[..., bool]:
+    def decide(padding_mask: object, *arguments: object, **keywords: object) -> bool:
+        return decision(None, *arguments, **keywords)
 
-    return call
+    return decide
 
 
-def measure(device: torch.device, dtype: torch.dtype) -> Rates:
+def measure_operator_rates(device: torch.device, dtype: torch.dtype) -> Rates:
     """Return the seconds of a unit by kind and size, measured now for some seconds."""
     units: dict[str, dict[float, float]] = {}
     rates: Rates = {}
-    for number in range(_MOST_ROUNDS):
-        if number >= _ROUNDS and not prediction.contradictions(rates):
+    for round_index in range(_MOST_ROUNDS):
+        if round_index >= _ROUNDS and not prediction.contradictions(rates):
             break
-        for kind, call in _calls(device, dtype):
-            with _Work() as work:
+        for operator_kind, call in _calls_by_kind(device, dtype):
+            with _OperatorCounter() as work:
                 call()
-            sizes = {size: units for (name, size), units in work.units.items() if name == kind}
-            size = max(sizes, key=lambda each: sizes[each])
-            unit = _seconds(call, device, cold=work.most > _CACHED) / sum(sizes.values())
-            curve = units.setdefault(kind, {})
-            curve[size] = min(unit, curve.get(size, unit))
-        rates = {kind: sorted(curve.items()) for kind, curve in units.items()}
+            sizes = {
+                size: units for (name, size), units in work.units.items() if name == operator_kind
+            }
+            size = max(sizes, key=lambda candidate_size: sizes[candidate_size])
+            unit_seconds = _least_seconds(
+                call, device, is_cold=work.largest_bytes > _CACHED_BYTES
+            ) / sum(sizes.values())
+            curve = units.setdefault(operator_kind, {})
+            curve[size] = min(unit_seconds, curve.get(size, unit_seconds))
+        rates = {operator_kind: sorted(curve.items()) for operator_kind, curve in units.items()}
     return rates
 
 
-def _seconds(call: Callable[[], object], device: torch.device, cold: bool) -> float:
+def _least_seconds(call: Callable[[], object], device: torch.device, is_cold: bool) -> float:
     """Return the least duration of a call, which other work disturbs least."""
-    took = list[float]()
-    others = torch.ones(2**24 if cold else 0, device=device)
-    begun = time.perf_counter()
-    while not took or (time.perf_counter() - begun < _SECONDS and len(took) < 100):
-        if cold:
+    call_seconds = list[float]()
+    others = torch.ones(2**24 if is_cold else 0, device=device)
+    start_of_all = time.perf_counter()
+    while not call_seconds or (
+        time.perf_counter() - start_of_all < _SECONDS and len(call_seconds) < 100
+    ):
+        if is_cold:
             # A step uses more memory between two uses of a tensor than the caches have.
             others.add_(1)
-        wait_for(device)
+        wait_for_device(device)
         start = time.perf_counter()
         call()
-        wait_for(device)
-        took.append(time.perf_counter() - start)
-    return min(took)
+        wait_for_device(device)
+        call_seconds.append(time.perf_counter() - start)
+    return min(call_seconds)
 
 
-def _calls(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], object]]]:
+def _calls_by_kind(
+    device: torch.device, dtype: torch.dtype
+) -> Iterator[tuple[str, Callable[[], object]]]:
     """Yield each kind with a call that consists of it, for several sizes."""
 
-    def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def random_tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.randn(*shape, device=device, dtype=dtype, requires_grad=True)
 
-    def both(function: Callable[..., torch.Tensor], *given: torch.Tensor) -> Callable[[], object]:
-        gradient = function(*given).detach()
-        return lambda: torch.autograd.grad(function(*given), given, gradient)
+    def forward_and_backward(
+        function: Callable[..., torch.Tensor], *inputs: torch.Tensor
+    ) -> Callable[[], object]:
+        gradient = function(*inputs).detach()
+        return lambda: torch.autograd.grad(function(*inputs), inputs, gradient)
 
-    for each, name in {
+    for input_dtype, name in {
         torch.float32: "",
         dtype: "" if dtype == torch.float32 else " narrow",
     }.items():
         for n in (16, 64, 128, 256, 512, 1024):
             yield (
                 f"matmul{name}",
-                both(torch.mm, random(n, n, dtype=each), random(n, n, dtype=each)),
+                forward_and_backward(
+                    torch.mm,
+                    random_tensor(n, n, dtype=input_dtype),
+                    random_tensor(n, n, dtype=input_dtype),
+                ),
             )
         for n in (32, 64, 128, 256):
-            pair = [random(16, n, n, dtype=each) for _ in range(2)]
-            yield f"bmm{name}", both(torch.bmm, *pair)
+            factors = [random_tensor(16, n, n, dtype=input_dtype) for _ in range(2)]
+            yield f"bmm{name}", forward_and_backward(torch.bmm, *factors)
         for n in (64, 256, 1024):
-            heads = [random(1, 8, n, 64, dtype=each) for _ in range(3)]
-            yield f"attention{name}", both(functional.scaled_dot_product_attention, *heads)
+            heads = [random_tensor(1, 8, n, 64, dtype=input_dtype) for _ in range(3)]
+            yield (
+                f"attention{name}",
+                forward_and_backward(functional.scaled_dot_product_attention, *heads),
+            )
             causal = functools.partial(functional.scaled_dot_product_attention, is_causal=True)
-            yield f"causal attention{name}", both(causal, *heads)
+            yield f"causal attention{name}", forward_and_backward(causal, *heads)
     for n in _SIZES:
-        x = random(n // 512, 512)
+        x = random_tensor(n // 512, 512)
         y = x.detach()
         z = y.clone()
-        yield "vector", both(functional.gelu, x)
-        yield "norm", both(lambda x: functional.layer_norm(x, (512,)), x)
-        yield "softmax", both(lambda x: functional.log_softmax(x, -1), x)
+        yield "vector", forward_and_backward(functional.gelu, x)
+        yield "norm", forward_and_backward(lambda x: functional.layer_norm(x, (512,)), x)
+        yield "softmax", forward_and_backward(lambda x: functional.log_softmax(x, -1), x)
         yield "move", functools.partial(torch.add, y, z)
         yield "sum", functools.partial(torch.sum, y, 0)
         yield "random", functools.partial(torch.bernoulli, y, 0.9)
         yield "transpose", y.view(-1, 8, 64).transpose(0, 1).contiguous
         rows = torch.randint(n // 512, (n // 2048 or 1,), device=device)
-        table = random(n // 512, 512)
-        yield "scatter", both(functools.partial(functional.embedding, rows), table)
+        table = random_tensor(n // 512, 512)
+        yield "scatter", forward_and_backward(functools.partial(functional.embedding, rows), table)
         weight = nn.Parameter(y.clone())
         weight.grad = y
         yield "adam", torch.optim.AdamW([weight], fused=True).step
     layers = [nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8)) for _ in range(8)]
     module = nn.Sequential(*layers).to(device)
-    yield "calls", lambda: module(random(1, 1, 8)).sum().backward()
+    yield "calls", lambda: module(random_tensor(1, 1, 8)).sum().backward()

@@ -27,8 +27,8 @@ def decay_steps(schedule: Schedule, max_steps: int) -> int:
     )
 
 
-def factor(schedule: Schedule, step: int, max_steps: int) -> float:
-    """Return the share of the peak learning rate at `step` (from 0).
+def learning_rate_factor(schedule: Schedule, step_index: int, max_steps: int) -> float:
+    """Return the share of the peak learning rate at `step_index` (from 0).
 
     linear, cosine, constant and wsd are get_*_schedule_with_warmup and get_wsd_schedule of
     transformers. `minimum_ratio` is their min_lr_rate after the warm-up. polynomial is BERT's
@@ -38,21 +38,23 @@ def factor(schedule: Schedule, step: int, max_steps: int) -> float:
     # transformers': its first step is at 1 / warmup instead of 0. NVIDIA's PolyWarmUpScheduler has
     # the same warm-up, and its decay is one step ahead of this one: its last step is at 0.
     warmup = warmup_steps(schedule, max_steps)
-    if step < warmup:
-        return float(((step + 1) / warmup) ** schedule.warmup_power)
+    if step_index < warmup:
+        return float(((step_index + 1) / warmup) ** schedule.warmup_power)
     if schedule.name == "constant":
         return 1.0
     if schedule.name == "polynomial":
-        return float((1.0 - step / max_steps) ** schedule.power)
-    whole = (schedule.name, max_steps - warmup)
-    at_the_end = (schedule.decay_type, decay_steps(schedule, max_steps))
-    form, steps = at_the_end if schedule.name == "wsd" else whole
-    progress = max(0.0, (step - (max_steps - steps)) / max(1, steps))
-    return schedule.minimum_ratio + (1.0 - schedule.minimum_ratio) * _decay(form, progress)
+        return float((1.0 - step_index / max_steps) ** schedule.power)
+    whole_decay = (schedule.name, max_steps - warmup)
+    end_decay = (schedule.decay_type, decay_steps(schedule, max_steps))
+    decay_type, steps = end_decay if schedule.name == "wsd" else whole_decay
+    progress = max(0.0, (step_index - (max_steps - steps)) / max(1, steps))
+    return schedule.minimum_ratio + (1.0 - schedule.minimum_ratio) * _decay_factor(
+        decay_type, progress
+    )
 
 
-def _decay(form: str, progress: float) -> float:
+def _decay_factor(decay_type: str, progress: float) -> float:
     """Return the factor of a decay, which falls from 1 to 0 while `progress` rises from 0 to 1."""
-    if form == "cosine":
+    if decay_type == "cosine":
         return 0.5 * (1.0 + math.cos(math.pi * progress))
-    return 1.0 - (math.sqrt(progress) if form == "1-sqrt" else progress)
+    return 1.0 - (math.sqrt(progress) if decay_type == "1-sqrt" else progress)

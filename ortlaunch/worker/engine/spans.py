@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from ortlaunch.run_folder.profile_record import PYTHON
 
 # Positions of the two factors among an operator's inputs, and operations for each pair of elements.
-_PRODUCTS = {
+_FACTOR_POSITIONS = {
     "aten::mm": (0, 1, 2),
     "aten::bmm": (0, 1, 2),
     "aten::addmm": (1, 2, 2),
@@ -69,8 +69,8 @@ class Span:
     """Bytes that it reads and writes, as far as its profile shows them."""
     sequence: int = -1
     """torch's number, by which it links an operator to its derivative."""
-    kind: str = ""
-    alone: int = 0
+    cost_kind: str = ""
+    own_ns: int = 0
     """Nanoseconds in which no span inside it runs."""
     track: str = ""
     """The row of the timeline: its spans are apart or inside each other."""
@@ -84,15 +84,15 @@ class LineMarks(TorchFunctionMode):
         self._layers = {id(layer): name or "(model)" for name, layer in model.named_modules()}
 
     @contextlib.contextmanager
-    def used(self) -> Iterator[None]:
+    def mark_calls(self) -> Iterator[None]:
         """Mark calls of torch functions, and of the model's own torch.autograd.Functions."""
         apply: Any = torch.autograd.Function.apply
 
         # A Function is no torch function, so the mode does not see its calls.
-        def marked(kind: Any, *args: Any, **kwargs: Any) -> Any:
-            return self.__torch_function__(apply.__func__, (), (kind, *args), kwargs)
+        def call_with_mark(function_class: Any, *args: Any, **kwargs: Any) -> Any:
+            return self.__torch_function__(apply.__func__, (), (function_class, *args), kwargs)
 
-        with mock.patch.object(torch.autograd.Function, "apply", classmethod(marked)), self:
+        with mock.patch.object(torch.autograd.Function, "apply", classmethod(call_with_mark)), self:
             yield
 
     def __torch_function__(
@@ -105,21 +105,21 @@ class LineMarks(TorchFunctionMode):
         frame: Any = sys._getframe(1)
         while frame and not (layer and line):
             layer = layer or self._layers.get(id(frame.f_locals.get("self")), "")
-            line = line or _model_line(frame.f_code.co_filename, frame.f_lineno)
+            line = line or _model_source_location(frame.f_code.co_filename, frame.f_lineno)
             frame = frame.f_back
         with _RecordFunctionFast(f"{PYTHON}|{layer}|{line}"):
             return func(*args, **(kwargs or {}))
 
 
-def _model_line(file: str, line: int) -> str:
+def _model_source_location(file: str, line: int) -> str:
     """Return FILE:LINE, or nothing for a file of torch, ONNX Runtime, DeepSpeed or ortlaunch."""
-    name = _model_file(file)
+    name = _model_file_name(file)
     return name and f"{name}:{line}"
 
 
 # Each mark reads the files of all frames.
 @functools.cache
-def _model_file(file: str) -> str:
+def _model_file_name(file: str) -> str:
     """Return the short name of a file of the model's code, and nothing for others.
 
     ortlaunch's parts of a model (worker/model) count as the model's code.
@@ -131,14 +131,14 @@ def _model_file(file: str) -> str:
 
 def torch_spans(events: Iterable[Any]) -> Iterator[Span]:
     """Yield the spans of operators and marks in a tree of torch's profiler."""
-    for event in (each for each in events if each.tag == _EventType.TorchOp):
+    for event in (entry for entry in events if entry.tag == _EventType.TorchOp):
         inputs = event.extra_fields.inputs
         # The bytes of inputs, some of which are in lists, and of memory that it writes.
         sizes = [
-            math.prod(each.sizes) * each.dtype.itemsize
-            for given in inputs
-            for each in (given if isinstance(given, list) else [given])
-            if isinstance(each, _TensorMetadata)
+            math.prod(entry.sizes) * entry.dtype.itemsize
+            for input_value in inputs
+            for entry in (input_value if isinstance(input_value, list) else [input_value])
+            if isinstance(entry, _TensorMetadata)
         ]
         # An operator that changes its first input allocates nothing.
         sizes += sizes[: event.name.endswith("_")] + [
@@ -153,15 +153,15 @@ def torch_spans(events: Iterable[Any]) -> Iterator[Span]:
             bytes=sum(sizes), sequence=event.extra_fields.sequence_number,
             track=f"torch, thread {event.start_tid}",
         )  # fmt: skip
-        if name in _PRODUCTS:
-            first, second, each = _PRODUCTS[name]
-            a, b = inputs[first].sizes, inputs[second].sizes
-            span.flops = each * math.prod(a) * math.prod(b) / max(1, a[-1] * math.prod(b[:-2]))
+        if name in _FACTOR_POSITIONS:
+            first_factor, second_factor, entry = _FACTOR_POSITIONS[name]
+            a, b = inputs[first_factor].sizes, inputs[second_factor].sizes
+            span.flops = entry * math.prod(a) * math.prod(b) / max(1, a[-1] * math.prod(b[:-2]))
         yield span
         yield from torch_spans(event.children)
 
 
-def source_lines(keeps: bool) -> contextlib.AbstractContextManager[object]:
+def keep_source_lines(is_enabled: bool) -> contextlib.AbstractContextManager[object]:
     """Return a context in which exported graphs keep the Python stack of each node, or do not."""
     graph: Any = torch._C.Graph
     # The sixth argument is strip_doc_string.
@@ -171,7 +171,7 @@ def source_lines(keeps: bool) -> contextlib.AbstractContextManager[object]:
             "_export_onnx",
             lambda graph, *a, export=graph._export_onnx: export(graph, *a[:5], False, *a[6:]),
         )
-        if keeps
+        if is_enabled
         else contextlib.nullcontext()
     )
 
@@ -185,49 +185,51 @@ class ProfiledSessions:
     """
 
     module: Any
-    uncounted: Callable[[], contextlib.AbstractContextManager[None]]
+    exclude_from_counts: Callable[[], contextlib.AbstractContextManager[None]]
     """Returns a context that leaves new sessions out of the run's counters."""
     agents: dict[Any, Any] = field(default_factory=dict)
     folder: tempfile.TemporaryDirectory[str] = field(default_factory=tempfile.TemporaryDirectory)
 
-    def used(self) -> contextlib.ExitStack:
+    def use_profiled_sessions(self) -> contextlib.ExitStack:
         """Return a context in which the graphs run in the profiled sessions."""
         context = contextlib.ExitStack()
         for manager in self.module._torch_module._ortlaunch_graphs._kept:
             if manager._export_mode == torch.onnx.TrainingMode.TRAINING:
-                agent = self.agents.get(manager) or self._build(manager)
+                agent = self.agents.get(manager) or self._build_profiled_session(manager)
                 context.enter_context(mock.patch.object(manager, "_execution_agent", agent))
         return context
 
-    def _build(self, manager: Any) -> Any:
+    def _build_profiled_session(self, graph_manager: Any) -> Any:
         """Return a new session of a manager's graph, which profiles its nodes."""
-        plain = manager._execution_agent
+        plain_agent = graph_manager._execution_agent
 
-        def with_profile(configure: Any = manager._get_session_config) -> Any:
+        def with_profile(configure: Any = graph_manager._get_session_config) -> Any:
             config = configure()
             config[0].enable_profiling = True
             config[0].profile_file_prefix = f"{self.folder.name}/{len(self.agents)}"
             return config
 
         with (
-            mock.patch.object(manager, "_get_session_config", with_profile),
-            mock.patch.object(manager, "_execution_agent", plain),
-            self.uncounted(),
+            mock.patch.object(graph_manager, "_get_session_config", with_profile),
+            mock.patch.object(graph_manager, "_execution_agent", plain_agent),
+            self.exclude_from_counts(),
         ):
-            manager._create_execution_agent()
-            agent = self.agents[manager] = manager._execution_agent
+            graph_manager._create_execution_agent()
+            agent = self.agents[graph_manager] = graph_manager._execution_agent
         # Its passes count as those of the plain session's graph.
-        vars(agent).update(_ortlaunch_graph=vars(plain).get("_ortlaunch_graph"))
+        vars(agent).update(_ortlaunch_graph=vars(plain_agent).get("_ortlaunch_graph"))
         return agent
 
-    def read(self) -> Iterator[Span]:
+    def end_and_read_spans(self) -> Iterator[Span]:
         """End the profiles, and yield the spans of all nodes that ran."""
         for manager, agent in self.agents.items():
             session = agent._inference_session
             model = manager._graph_transition_manager._post_export_processed_model_info
             nodes = model._post_export_processed_model.graph.node
-            origins = {node.name: _origin(node) for node in nodes}
-            for key, origin in ((f"{name}_grad", _origin(n)) for n in nodes for name in n.input):
+            origins = {node.name: _layer_and_line(node) for node in nodes}
+            for key, origin in (
+                (f"{name}_grad", _layer_and_line(n)) for n in nodes for name in n.input
+            ):
                 # A node that is named after a gradient belongs to the tensor's readers, if they
                 # are of one layer and line.
                 origins[key] = origin if origins.get(key, origin) == origin else ("", "")
@@ -238,20 +240,26 @@ class ProfiledSessions:
         self.agents.clear()
 
 
-def _node_span(start: int, event: Any, origins: Mapping[str, tuple[str, str]]) -> Span:
+def _node_span(
+    start_ns: int, profile_event: Any, origin_by_name: Mapping[str, tuple[str, str]]
+) -> Span:
     """Return the span of a node's run, with its layer and line as far as its name shows them.
 
     ONNX Runtime names a node that it makes after a node of the export (`LAYER/MatMul_Grad/Gemm_5`)
     or after the gradient that it computes (`LAYER/Gemm_output_0_grad_gelu_backward`).
     """
-    name = event["name"].removesuffix("_kernel_time").removeprefix("AccumulateGrad_")
+    name = profile_event["name"].removesuffix("_kernel_time").removeprefix("AccumulateGrad_")
     # The longest name first: Add_1_Grad is a node of Add_1, not of Add.
-    ends = (each.start() for each in reversed([*re.finditer(r"[/_]|$", name)]))
-    origin = next((origins[name[:end]] for end in ends if name[:end] in origins), ("", ""))
-    args = event["args"]
-    span = Span(start, start + 1000 * event["dur"], args["op_name"], "", *origin, track=ORT)
+    ends = (item.start() for item in reversed([*re.finditer(r"[/_]|$", name)]))
+    origin = next(
+        (origin_by_name[name[:end]] for end in ends if name[:end] in origin_by_name), ("", "")
+    )
+    args = profile_event["args"]
+    span = Span(
+        start_ns, start_ns + 1000 * profile_event["dur"], args["op_name"], "", *origin, track=ORT
+    )
     span.bytes = sum(
-        int(args.get(f"{each}_size", 0)) for each in ("activation", "parameter", "output")
+        int(args.get(f"{item}_size", 0)) for item in ("activation", "parameter", "output")
     )
     if span.name in ("MatMul", "FusedMatMul", "Gemm"):
         shapes = [*args["input_type_shape"][:2], args["output_type_shape"][0]]
@@ -261,14 +269,14 @@ def _node_span(start: int, event: Any, origins: Mapping[str, tuple[str, str]]) -
     return span
 
 
-def _origin(node: Any) -> tuple[str, str]:
+def _layer_and_line(graph_node: Any) -> tuple[str, str]:
     """Return the layer in the name of a node's result, and the innermost line of the model."""
     # Of the result, because ORT's own names of calls of Python have no scope. The exporter's name
     # of the model is that of the `model` of a LossModule.
-    scope = f"{node.output[0].rpartition('/')[0]}/"
+    scope = f"{graph_node.output[0].rpartition('/')[0]}/"
     _, inside, path = scope.partition("/_original_module/model/")
-    frames = (re.match(r"(.+)\((\d+)\): ", line) for line in node.doc_string.splitlines())
-    lines = (_model_line(frame[1], int(frame[2])) for frame in frames if frame)
+    frames = (re.match(r"(.+)\((\d+)\): ", line) for line in graph_node.doc_string.splitlines())
+    lines = (_model_source_location(frame[1], int(frame[2])) for frame in frames if frame)
     # The exporter names the layers of a Sequential after it: layers/layers.0.
     path = re.sub(r"(?<![^/])([^/]+)/(?=\1\.)", "", path[:-1])
     return inside and (path.replace("/", ".") or "(model)"), next(filter(None, lines), "")

@@ -25,23 +25,23 @@ from ortlaunch.json_types import Json
 from ortlaunch.ortmodule.base.patching import without_package
 from ortlaunch.ortmodule.deepspeed.sum_of_squares import sum_of_squares
 from ortlaunch.precisions import PRECISIONS
-from ortlaunch.worker.engine.averaging import Averaging, UsedParameters, listed
+from ortlaunch.worker.engine.averaging import GradientAveraging, UsedParameters, names_text
 from ortlaunch.worker.model.named_state import (
     NamedState,
-    buffers_of,
-    grad_scaler,
+    saved_buffers,
+    scaler_loss_scale,
     trained_shapes,
-    whole_parts,
+    whole_parameter_ranges,
 )
 from ortlaunch.worker.model.own_numbers import ValueMeans
 from ortlaunch.worker.model.precision import narrow_dtype_of
 from ortlaunch.worker.process_group.distributed import DistributedContext
-from ortlaunch.worker.supervision.requests import Requests
+from ortlaunch.worker.supervision.requests import RankRequests
 
 Batch = dict[str, torch.Tensor]
 
 
-class Stepped(NamedTuple):
+class StepOutcome(NamedTuple):
     """The result of one step, the same on every rank."""
 
     gradient_norm: float | None
@@ -59,33 +59,35 @@ class Stepper(Protocol):
     """The interface of an engine to the training loop."""
 
     module: nn.Module
-    numbers: ValueMeans
+    returned_values: ValueMeans
     """Values that the passes returned beside their losses."""
 
     @property
-    def unused(self) -> tuple[str, ...]:
+    def unused_parameters(self) -> tuple[str, ...]:
         """Trained parameters that the loss leaves out on some rank, as far as that was checked."""
 
-    def micro_step(self, batch: Batch, last: bool, factor: float = 1.0) -> torch.Tensor:
+    def micro_step(
+        self, batch: Batch, is_last_of_step: bool, loss_factor: float = 1.0
+    ) -> torch.Tensor:
         """Run forward and backward of one micro batch.
 
         Args:
             batch: the arguments of the model's forward, by name.
-            last: this is the last micro batch of a step.
-            factor: multiplies the loss before the backward pass.
+            is_last_of_step: this is the last micro batch of a step.
+            loss_factor: multiplies the loss before the backward pass.
 
         Returns:
-            The loss times `factor`, detached.
+            The loss times `loss_factor`, detached.
         """
 
-    def apply(self, *rates: float) -> Stepped:
+    def clip_and_step(self, *learning_rates: float) -> StepOutcome:
         """Clip gradients, step and clear gradients; do not step if a gradient is not finite.
 
         Args:
-            rates: the learning rate, or one for each parameter group.
+            learning_rates: the learning rate, or one for each parameter group.
         """
 
-    def gradients(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+    def named_gradients(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         """Yield each parameter's name and this rank's part of its gradient.
 
         To be called after the passes of a step and before `apply`.
@@ -94,7 +96,7 @@ class Stepper(Protocol):
     def drop_gradients(self) -> None:
         """Drop the gradients of a step's passes, before or after `apply`; change nothing else."""
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def trained_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield each trained parameter's name and this rank's part of it."""
 
     def named_state(self) -> NamedState:
@@ -103,7 +105,7 @@ class Stepper(Protocol):
         A checkpoint is written from this state and read into it.
         """
 
-    def whole_weights(self) -> contextlib.AbstractContextManager[object]:
+    def gather_whole_weights(self) -> contextlib.AbstractContextManager[object]:
         """Gather whole parameters on rank 0 while the context is open (collective)."""
 
 
@@ -116,16 +118,16 @@ class TorchStepper:
         optimizer: torch.optim.Optimizer,
         group: DistributedContext,
         precision: str,
-        accumulation: int,
+        accumulation_steps: int,
         max_norm: float | None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.group = group
-        self.accumulation = accumulation
+        self.accumulation = accumulation_steps
         self.max_norm = max_norm
-        self.numbers = ValueMeans()
-        self.averaging = Averaging(model, group) if group.size > 1 else None
+        self.returned_values = ValueMeans()
+        self.averaging = GradientAveraging(model, group) if group.size > 1 else None
         self.module: nn.Module = self.averaging.module if self.averaging else model
         self.dtype = narrow_dtype_of(precision)
         self.scaler = torch.amp.GradScaler(
@@ -134,104 +136,113 @@ class TorchStepper:
         self.casts: contextlib.ExitStack | None = None
 
     @property
-    def unused(self) -> tuple[str, ...]:
-        return self.averaging.unused if self.averaging else ()
+    def unused_parameters(self) -> tuple[str, ...]:
+        return self.averaging.unused_names if self.averaging else ()
 
     @contextlib.contextmanager
-    def _pass(self, last: bool) -> Iterator[None]:
+    def _open_pass(self, is_last_of_step: bool) -> Iterator[None]:
         """Open autocast around a pass; average gradients with the last micro batch."""
-        averaging = self.averaging.of(last) if self.averaging else contextlib.nullcontext()
-        self._keep_casts()
+        averaging = (
+            self.averaging.average_around_pass(is_last_of_step)
+            if self.averaging
+            else contextlib.nullcontext()
+        )
+        self._keep_weight_casts()
         with (
             averaging,
             torch.autocast(self.group.device.type, self.dtype, enabled=self.dtype is not None),
         ):
             yield
-        if self.casts is not None and last:
+        if self.casts is not None and is_last_of_step:
             self.casts.close()
             self.casts = None
 
-    def _keep_casts(self) -> None:
+    def _keep_weight_casts(self) -> None:
         """Cast weights once a step instead of once a pass."""
         # Autocast drops its cached casts at the end of the outermost context, so keep one open.
         if self.casts is None and self.dtype is not None:
             self.casts = contextlib.ExitStack()
             self.casts.enter_context(torch.autocast(self.group.device.type, enabled=False))
 
-    def micro_step(self, batch: Batch, last: bool, factor: float = 1.0) -> torch.Tensor:
-        with self._pass(last):
-            loss = _weighted(self.numbers.add(self.module(**batch), factor), factor)
+    def micro_step(
+        self, batch: Batch, is_last_of_step: bool, loss_factor: float = 1.0
+    ) -> torch.Tensor:
+        with self._open_pass(is_last_of_step):
+            loss = _weight_loss_or_end_child(
+                self.returned_values.add_pass(self.module(**batch), loss_factor), loss_factor
+            )
             # Inside the context: DistributedDataParallel decides in the backward pass whether to
             # average.
             self.scaler.scale(loss / self.accumulation).backward()
         return loss.detach()
 
-    def apply(self, *rates: float) -> Stepped:
-        _set_rates(self.optimizer, rates)
+    def clip_and_step(self, *learning_rates: float) -> StepOutcome:
+        _set_learning_rates(self.optimizer, learning_rates)
         self.scaler.unscale_(self.optimizer)
-        norm = self._norm()
+        norm = self._clip_and_get_norm()
         # With a scaler an overflow is usual: the scaler skips the step and lowers its scale.
-        failed = not (math.isfinite(norm) or self.scaler.is_enabled())
-        before = self.scaler.get_scale()
-        if not failed:
+        has_failed = not (math.isfinite(norm) or self.scaler.is_enabled())
+        scale_before = self.scaler.get_scale()
+        if not has_failed:
             self.scaler.step(self.optimizer)
             self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        scale = self.scaler.get_scale()
+        new_scale = self.scaler.get_scale()
         # At a scale of 1 or less, scaling cannot be the reason of an overflow.
-        return Stepped(
+        return StepOutcome(
             norm if math.isfinite(norm) else None,
-            scale < before,
-            failed or scale < min(before, 1.0),
+            new_scale < scale_before,
+            has_failed or new_scale < min(scale_before, 1.0),
         )
 
-    def _norm(self) -> float:
+    def _clip_and_get_norm(self) -> float:
         """Clip gradients; return their norm before clipping.
 
         The result is the same on every rank, because gradients are averaged.
         """
         if self.max_norm is None:
-            return gradient_norm(self.model)
+            return float64_gradient_norm(self.model)
         return float(
             nn.utils.clip_grad_norm_(
                 [p for p in self.model.parameters() if p.requires_grad], self.max_norm
             )
         )
 
-    def gradients(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+    def named_gradients(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         return ((name, p.grad) for name, p in self.model.named_parameters())
 
     def drop_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def trained_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         return ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
 
     def named_state(self) -> NamedState:
         return NamedState(
             trained_shapes(self.model),
-            whole_parts(self.model.named_parameters(), self.optimizer),
+            whole_parameter_ranges(self.model.named_parameters(), self.optimizer),
             self.optimizer,
-            buffers_of(self.model),
-            loss_scale=grad_scaler(self.scaler),
+            saved_buffers(self.model),
+            loss_scale=scaler_loss_scale(self.scaler),
         )
 
-    def whole_weights(self) -> contextlib.AbstractContextManager[object]:
+    def gather_whole_weights(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def _bytes_of_scalars() -> Iterator[None]:
+def _allow_scalar_byte_views() -> Iterator[None]:
     """Let DeepSpeed view parameters without a dimension as bytes, which torch refuses."""
-    view: Any = torch.Tensor.view
+    original_view: Any = torch.Tensor.view
 
-    def viewed(tensor: torch.Tensor, *form: Any) -> torch.Tensor:
-        found: torch.Tensor = view(
-            tensor if tensor.dim() or form != (torch.uint8,) else tensor[None], *form
+    def view_scalar_as_bytes(tensor: torch.Tensor, *view_arguments: Any) -> torch.Tensor:
+        tensor_view: torch.Tensor = original_view(
+            tensor if tensor.dim() or view_arguments != (torch.uint8,) else tensor[None],
+            *view_arguments,
         )
-        return found
+        return tensor_view
 
-    torch.Tensor.view = viewed  # type: ignore[assignment, method-assign]
+    torch.Tensor.view = view_scalar_as_bytes  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
@@ -252,78 +263,82 @@ class DeepSpeedStepper:
         with without_package("mlflow"):
             import deepspeed
 
-        _only_what_training_needs(deepspeed)
+        _disable_unneeded_parts(deepspeed)
         self.model = model
         self.group = group
-        self.numbers = ValueMeans()
+        self.returned_values = ValueMeans()
         # DeepSpeed flattens parameters anyway, but first sends the bytes of each as it lies.
         for parameter in model.parameters():
             parameter.data = parameter.data.contiguous()
         # ZeRO 3: divide one tensor after another, so that no device ever holds all of them.
         if config["zero_optimization"]["stage"] == 3:
             deepspeed.init_distributed(dist_init_required=False)
-            with _bytes_of_scalars():
+            with _allow_scalar_byte_views():
                 deepspeed.zero.Init(module=model, config_dict_or_path=config)
-        with _no_step(optimizer), _bytes_of_scalars():
+        with _disable_steps(optimizer), _allow_scalar_byte_views():
             self.engine, *_ = deepspeed.initialize(
                 model=model, optimizer=optimizer, config=config, dist_init_required=False
             )
         self.module: nn.Module = self.engine
-        self.scales = bool(config.get("fp16", {}).get("enabled"))
-        self.unused: tuple[str, ...] = ()
-        self._used: UsedParameters | None = UsedParameters(model, group)
+        self.scales_loss = bool(config.get("fp16", {}).get("enabled"))
+        self.unused_parameters: tuple[str, ...] = ()
+        self._used_parameters: UsedParameters | None = UsedParameters(model, group)
         # Called for its checks: a run whose state cannot be saved must not start.
         self.named_state()
 
-    def micro_step(self, batch: Batch, last: bool, factor: float = 1.0) -> torch.Tensor:
-        self.engine.set_gradient_accumulation_boundary(last)
-        loss = _weighted(self.numbers.add(self.engine(**batch), factor), factor)
+    def micro_step(
+        self, batch: Batch, is_last_of_step: bool, loss_factor: float = 1.0
+    ) -> torch.Tensor:
+        self.engine.set_gradient_accumulation_boundary(is_last_of_step)
+        loss = _weight_loss_or_end_child(
+            self.returned_values.add_pass(self.engine(**batch), loss_factor), loss_factor
+        )
         self.engine.backward(loss)
-        if last and self._used is not None:
-            self._note_unused(self._used)
-        if not last:
+        if is_last_of_step and self._used_parameters is not None:
+            self._record_unused(self._used_parameters)
+        if not is_last_of_step:
             # Counts the micro step; the weights change at the boundary only.
             self.engine.step()
         return loss.detach()
 
-    def apply(self, *rates: float) -> Stepped:
-        _set_rates(self.engine.optimizer, rates)
+    def clip_and_step(self, *learning_rates: float) -> StepOutcome:
+        _set_learning_rates(self.engine.optimizer, learning_rates)
         # Stage 0 in fp32: DeepSpeed does not compute a norm.
         if not hasattr(self.engine.optimizer, "_global_grad_norm"):
-            return self._apply_plain(gradient_norm(self.model))
-        before = self.engine.skipped_steps
+            return self._step_if_finite(float64_gradient_norm(self.model))
+        skipped_before = self.engine.skipped_steps
         self.engine.step()
-        told = self.engine.get_global_grad_norm()
-        skipped = self.engine.skipped_steps > before
-        norm = math.nan if told is None else float(told)
+        reported_norm = self.engine.get_global_grad_norm()
+        skipped = self.engine.skipped_steps > skipped_before
+        norm = math.nan if reported_norm is None else float(reported_norm)
         # Some versions return -1 for nan.
-        bad = told is not None and not 0 <= norm < math.inf
-        return Stepped(
+        is_norm_bad = reported_norm is not None and not 0 <= norm < math.inf
+        return StepOutcome(
             norm if 0 <= norm < math.inf else None,
             skipped,
-            failed=(bad or skipped) and not self.scales,
+            failed=(is_norm_bad or skipped) and not self.scales_loss,
         )
 
-    def _note_unused(self, used: UsedParameters) -> None:
-        self._used = None
-        self.unused = used.unused()
-        if self.unused:
+    def _record_unused(self, used_parameters: UsedParameters) -> None:
+        self._used_parameters = None
+        self.unused_parameters = used_parameters.end_and_list_unused()
+        if self.unused_parameters:
             self.group.print_once(
-                f"the loss does not use {listed(self.unused)}: DeepSpeed takes zeros for their "
+                f"the loss does not use {names_text(self.unused_parameters)}: DeepSpeed takes zeros for their "
                 "gradients, and optimizer.weight_decay lowers them; freeze unused parameters "
                 "(requires_grad_(False)) to keep them"
             )
 
-    def _apply_plain(self, norm: float) -> Stepped:
-        if not math.isfinite(norm):
+    def _step_if_finite(self, unclipped_norm: float) -> StepOutcome:
+        if not math.isfinite(unclipped_norm):
             self.engine.zero_grad()
-            return Stepped(None, skipped=False, failed=True)
+            return StepOutcome(None, skipped=False, failed=True)
         self.engine.step()
-        return Stepped(norm, skipped=False)
+        return StepOutcome(unclipped_norm, skipped=False)
 
-    def gradients(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+    def named_gradients(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         return (
-            (name, _piece(p) if p.requires_grad else None)
+            (name, _gradient_piece(p) if p.requires_grad else None)
             for name, p in self.model.named_parameters()
         )
 
@@ -334,9 +349,9 @@ class DeepSpeedStepper:
         if self.engine.zero_optimization_stage() in (1, 2) and hasattr(
             optimizer, "averaged_gradients"
         ):
-            _forget_averaged(optimizer)
+            _drop_averaged_gradients(optimizer)
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def trained_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         return (
             (name, getattr(p, "ds_tensor", p))
             for name, p in self.model.named_parameters()
@@ -344,11 +359,11 @@ class DeepSpeedStepper:
         )
 
     def named_state(self) -> NamedState:
-        from ortlaunch.worker.deepspeed.named_state import named_state
+        from ortlaunch.worker.deepspeed.named_state import deepspeed_named_state
 
-        return named_state(self.engine, self.model, self.group.rank)
+        return deepspeed_named_state(self.engine, self.model, self.group.rank)
 
-    def whole_weights(self) -> contextlib.AbstractContextManager[object]:
+    def gather_whole_weights(self) -> contextlib.AbstractContextManager[object]:
         import deepspeed
 
         sharded: contextlib.AbstractContextManager[object] = deepspeed.zero.GatheredParameters(
@@ -357,23 +372,23 @@ class DeepSpeedStepper:
         return sharded
 
 
-def _set_rates(optimizer: Any, rates: Sequence[float]) -> None:
+def _set_learning_rates(optimizer: Any, learning_rates: Sequence[float]) -> None:
     """Set the learning rate of each parameter group; a single rate is that of all.
 
     A group may have a factor of that rate (parameter_groups).
     """
-    for group, rate in zip(optimizer.param_groups, [*rates] * len(optimizer.param_groups)):
+    for group, rate in zip(optimizer.param_groups, [*learning_rates] * len(optimizer.param_groups)):
         group["lr"] = rate * group.get("rate_factor", 1.0)
 
 
-def _weighted(loss: torch.Tensor, factor: float) -> torch.Tensor:
+def _weight_loss_or_end_child(loss: torch.Tensor, loss_factor: float) -> torch.Tensor:
     """Return loss x factor in float32 or wider; return the loss itself if the factor is 1."""
     # A forked child that went on would write metrics and checkpoints and communicate with the other
     # ranks, beside its parent.
-    if Requests.is_forked_child:
-        told = "a process forked by the model or the data continued as this rank, and was ended"
+    if RankRequests.is_forked_child:
+        message = "a process forked by the model or the data continued as this rank, and was ended"
         print(
-            f"ortlaunch: {told} (process {os.getpid()}): a child process must end with os._exit",
+            f"ortlaunch: {message} (process {os.getpid()}): a child process must end with os._exit",
             file=sys.stderr,
             flush=True,
         )
@@ -384,11 +399,13 @@ def _weighted(loss: torch.Tensor, factor: float) -> torch.Tensor:
             "computed under torch.no_grad; return the loss as it was computed"
         )
     return (
-        loss if factor == 1.0 else loss.to(torch.promote_types(loss.dtype, torch.float32)) * factor
+        loss
+        if loss_factor == 1.0
+        else loss.to(torch.promote_types(loss.dtype, torch.float32)) * loss_factor
     )
 
 
-def gradient_norm(model: nn.Module) -> float:
+def float64_gradient_norm(model: nn.Module) -> float:
     """Return the norm of all gradients with double precision; inf or nan if an element is."""
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     dense = [
@@ -397,7 +414,7 @@ def gradient_norm(model: nn.Module) -> float:
     return math.sqrt(float(sum_of_squares(dense))) if dense else 0.0
 
 
-def _piece(parameter: Any) -> torch.Tensor | None:
+def _gradient_piece(parameter: Any) -> torch.Tensor | None:
     """Return this rank's piece of a gradient under DeepSpeed, between backward pass and step."""
     # Only parameters of ZeRO 3 have this attribute.
     if hasattr(parameter, "ds_id"):
@@ -413,7 +430,7 @@ def _piece(parameter: Any) -> torch.Tensor | None:
     return gradient
 
 
-def _forget_averaged(optimizer: Any) -> None:
+def _drop_averaged_gradients(optimizer: Any) -> None:
     """Drop averaged gradients as DeepSpeed's ZeRO 1 and 2 do after an overflow."""
     # Otherwise later passes would add to these gradients.
     from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
@@ -427,7 +444,7 @@ def _forget_averaged(optimizer: Any) -> None:
 
 
 @contextlib.contextmanager
-def _no_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def _disable_steps(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Disable the steps of this optimizer while the context is open."""
     # DeepSpeed 0.19.8 makes the state of stage 0 in bf16 and fp16 by a step with zero gradients.
     # Adam counts that step: its true first step would be 0.74 of the correct size, and the weights
@@ -439,7 +456,7 @@ def _no_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         del vars(optimizer)["step"]
 
 
-def _only_what_training_needs(deepspeed: Any) -> None:
+def _disable_unneeded_parts(deepspeed: Any) -> None:
     # On CPU DeepSpeed would compile, for half a minute, an all-reduce that only its inference uses.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     # ZeRO imports Muon, which no recipe has. Muon's import compiles functions, for which torch would

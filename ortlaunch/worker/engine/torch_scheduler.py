@@ -21,29 +21,35 @@ class TorchScheduler:
         """
         self._groups = optimizer.param_groups
         # A rollback goes back to an earlier step: it begins with a new copy.
-        self._first = optimizer, config
-        self._first = self._copied()
-        self._now = self._copied()
-        self._done = 0
+        self._initial_state = optimizer, config
+        self._initial_state = self._copy_initial_state()
+        self._current_state = self._copy_initial_state()
+        self._steps_done = 0
 
-    def _copied(self) -> tuple[torch.optim.Optimizer, Any]:
+    def _copy_initial_state(self) -> tuple[torch.optim.Optimizer, Any]:
         # The parameters are not copied.
-        shared = {id(each): each for group in self._groups for each in group["params"]}
-        return copy.deepcopy(self._first, shared)
+        shared = {
+            id(parameter): parameter for group in self._groups for parameter in group["params"]
+        }
+        return copy.deepcopy(self._initial_state, shared)
 
-    def rates(self, step: int, epochs: int) -> list[float]:
-        """Return the rate of each group at `step`, from 0, after so many whole epochs."""
-        optimizer, config = self._now
-        due = (step if config.interval == "step" else epochs) // config.frequency if config else 0
-        if due < self._done:
-            self._done = 0
-            self._now = optimizer, config = self._copied()
+    def rates_at_step(self, step_index: int, whole_epochs: int) -> list[float]:
+        """Return the rate of each group at `step_index`, from 0, after so many whole epochs."""
+        optimizer, config = self._current_state
+        due_steps = (
+            (step_index if config.interval == "step" else whole_epochs) // config.frequency
+            if config
+            else 0
+        )
+        if due_steps < self._steps_done:
+            self._steps_done = 0
+            self._current_state = optimizer, config = self._copy_initial_state()
         # torch expects an update before each step of a scheduler; the copy has none.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
-            for _ in range(self._done, due):
+            for _ in range(self._steps_done, due_steps):
                 config.scheduler.step()
-        self._done = due
-        for group, own in zip(self._groups, optimizer.param_groups):
-            group.update({name: value for name, value in own.items() if name != "params"})
+        self._steps_done = due_steps
+        for group, copied_group in zip(self._groups, optimizer.param_groups):
+            group.update({name: value for name, value in copied_group.items() if name != "params"})
         return [group["lr"] for group in self._groups]

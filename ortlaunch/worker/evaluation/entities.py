@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
-Span = tuple[int, int, str]
+EntitySpan = tuple[int, int, str]
 _TAG = re.compile(r"O|[BI]-.+")
 
 
@@ -20,51 +20,53 @@ def are_tags(names: Sequence[str]) -> bool:
     return {*names} - {"O"} != set() and all(_TAG.fullmatch(name) for name in names)
 
 
-def spans(tags: Iterable[str]) -> set[Span]:
+def entity_spans(tags: Iterable[str]) -> set[EntitySpan]:
     """Return the entities of a row: index of the first word, index after the last, and type.
 
     I-TYPE continues an entity of the same type, else it starts one.
     """
-    found = set[Span]()
-    first = 0
-    inside = ""
+    entities = set[EntitySpan]()
+    start = 0
+    open_type = ""
     # The added O ends an entity at the end of the row.
-    for place, tag in enumerate([*tags, "O"]):
+    for word_index, tag in enumerate([*tags, "O"]):
         # The type; empty for O.
-        kind = tag[2:]
-        if inside and (kind != inside or tag.startswith("B-")):
-            found.add((first, place, inside))
-            inside = ""
-        if kind and not inside:
-            first = place
-            inside = kind
-    return found
+        entity_type = tag[2:]
+        if open_type and (entity_type != open_type or tag.startswith("B-")):
+            entities.add((start, word_index, open_type))
+            open_type = ""
+        if entity_type and not open_type:
+            start = word_index
+            open_type = entity_type
+    return entities
 
 
-class Entities:
+class EntityCounts:
     """Counts of correct, predicted and labelled entities."""
 
     def __init__(self) -> None:
-        self.right = 0
-        self.given = 0
-        self.meant = 0
+        self.correct = 0
+        self.predicted = 0
+        self.labelled = 0
 
-    def add(self, given: Iterable[str], meant: Iterable[str]) -> None:
-        """Count one row: `given` are the predicted tags, `meant` the labels."""
-        ours = spans(given)
-        theirs = spans(meant)
-        self.right, self.given, self.meant = (
-            self.right + len(ours & theirs), self.given + len(ours), self.meant + len(theirs)
-        )  # fmt: skip
+    def add(self, predicted_tags: Iterable[str], labelled_tags: Iterable[str]) -> None:
+        """Count one row: `predicted_tags` are the predicted tags, `labelled_tags` the labels."""
+        predicted_spans = entity_spans(predicted_tags)
+        labelled_spans = entity_spans(labelled_tags)
+        self.correct, self.predicted, self.labelled = (
+            self.correct + len(predicted_spans & labelled_spans),
+            self.predicted + len(predicted_spans),
+            self.labelled + len(labelled_spans),
+        )
 
     def read(self, group: DistributedContext) -> dict[str, float]:
         """Return the metrics over all ranks (collective)."""
-        right, given, meant = map(
-            sum, zip(*group.gather_numbers([self.right, self.given, self.meant]))
+        correct, predicted, labelled = map(
+            sum, zip(*group.gather_numbers([self.correct, self.predicted, self.labelled]))
         )
         # A metric without entities is 0, as conlleval's.
         return {
-            "entity_precision": right / max(1, given),
-            "entity_recall": right / max(1, meant),
-            "entity_f1": 2 * right / max(1, given + meant),
+            "entity_precision": correct / max(1, predicted),
+            "entity_recall": correct / max(1, labelled),
+            "entity_f1": 2 * correct / max(1, predicted + labelled),
         }

@@ -22,22 +22,24 @@ from ortlaunch.tasks import ModelEvaluationRequest
 
 def run(request: ModelEvaluationRequest) -> None:
     """Evaluate the model and print the result."""
-    found = evaluated(parse_resolved(request.recipe), Path(request.model), Path(request.modules))
+    evaluation = evaluate_model_file(
+        parse_resolved(request.recipe), Path(request.model), Path(request.modules)
+    )
     if request.json:
-        print(json_text(found.to_json(), indent=2))
+        print(json_text(evaluation.to_json(), indent=2))
     else:
-        from ortlaunch.worker.evaluation.record import table
+        from ortlaunch.worker.evaluation.record import evaluation_lines
 
-        print(*table(found), sep="\n")
+        print(*evaluation_lines(evaluation), sep="\n")
 
 
-def evaluated(recipe: Recipe, model: Path, modules: Path) -> Evaluation:
+def evaluate_model_file(recipe: Recipe, model_path: Path, modules_folder: Path) -> Evaluation:
     """Evaluate a model.
 
     Args:
         recipe: the recipe of the evaluation.
-        model: a model.onnx, or a folder of transformers.
-        modules: the folder of the user's own modules.
+        model_path: a model.onnx, or a folder of transformers.
+        modules_folder: the folder of the user's own modules.
     """
     import torch
     from transformers import AutoConfig
@@ -45,61 +47,61 @@ def evaluated(recipe: Recipe, model: Path, modules: Path) -> Evaluation:
     from ortlaunch.rank import Rank
     from ortlaunch.user_modules import add_factory_folders_to_path
     from ortlaunch.worker.data import load_data
-    from ortlaunch.worker.data.vocabulary import of_config
-    from ortlaunch.worker.model.model import LossModule, build_model, refuse_too_small
+    from ortlaunch.worker.data.vocabulary import vocabulary_of_config
+    from ortlaunch.worker.model.model import LossModule, build_model, refuse_data_beyond_model
     from ortlaunch.worker.onnx.onnx_model import OnnxModel
     from ortlaunch.worker.process_group.distributed import DistributedContext
 
-    add_factory_folders_to_path(recipe, modules)
+    add_factory_folders_to_path(recipe, modules_folder)
     group = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
-    folder = model if model.is_dir() else model.parent
+    folder = model_path if model_path.is_dir() else model_path.parent
     config = AutoConfig.from_pretrained(folder) if (folder / "config.json").exists() else None
-    data = load_data(recipe, group, vocabulary=of_config(config, recipe.model.task))
+    data = load_data(recipe, group, vocabulary=vocabulary_of_config(config, recipe.model.task))
     assert data.evaluation is not None, "the control side has looked for data.evaluation"
     # The samples are read only now. The result in JSON is alone on stdout.
     for note in take_cache_notes():
         print(note, file=sys.stderr)
     if config is not None:
-        refuse_too_small(recipe, data, config)
-    if model.suffix == ".onnx":
-        whole = LossModule(OnnxModel(model, recipe.model.task, config))
+        refuse_data_beyond_model(recipe, data, config)
+    if model_path.suffix == ".onnx":
+        loss_module = LossModule(OnnxModel(model_path, recipe.model.task, config))
     else:
-        whole = build_model(recipe, data)
-    return measured(recipe, whole, data.evaluation, group)
+        loss_module = build_model(recipe, data)
+    return evaluate_module(recipe, loss_module, data.evaluation, group)
 
 
-def measured(
-    recipe: Recipe, whole: Any, samples: Any, group: Any, step: int | None = None
+def evaluate_module(
+    recipe: Recipe, loss_module: Any, samples: Any, group: Any, step: int | None = None
 ) -> Evaluation:
     """Evaluate a LossModule on these samples."""
-    from ortlaunch.worker.data import Batches, stack_of
+    from ortlaunch.worker.data import Batches, batch_function
     from ortlaunch.worker.evaluation.evaluation import evaluate
-    from ortlaunch.worker.evaluation.record import record_of
+    from ortlaunch.worker.evaluation.record import build_evaluation_record
     from ortlaunch.worker.model.loss_weight import LossWeight
     from ortlaunch.worker.supervision.progress import Progress
 
-    whole.evaluates_with_scores = evaluates_with_scores(recipe)
-    weight = LossWeight(recipe, whole)
+    loss_module.evaluates_with_scores = evaluates_with_scores(recipe)
+    loss_weight = LossWeight(recipe, loss_module)
     # An ONNX graph has no class name from which `shifts` could read this.
-    weight.shifted = recipe.model.traits.predicts == "next"
+    loss_weight.shifted = recipe.model.traits.predicts == "next"
     # `evaluate` needs only these attributes of a TrainingEngine and of a Session.
     engine = SimpleNamespace(
-        eval_module=whole,
-        plain=whole,
+        eval_module=loss_module,
+        plain=loss_module,
         device=group.device,
-        loss_weight=weight,
-        to_device=weight.prepared,
+        loss_weight=loss_weight,
+        to_device=loss_weight.prepare_batch,
         # As eager PyTorch, the module returns more than a loss.
         record=SimpleNamespace(engine=SimpleNamespace(used="eager")),
     )
     # The size may be `auto`, which is resolved for training only.
-    micro = recipe.batch.micro_size if isinstance(recipe.batch.micro_size, int) else 8
+    micro_size = recipe.batch.micro_size if isinstance(recipe.batch.micro_size, int) else 8
     batches = Batches(
         samples,
-        BatchPlan(micro, micro, 1, 1, None),
+        BatchPlan(micro_size, micro_size, 1, 1, None),
         recipe.seed,
         recipe.data.lengths,
-        stack_of(recipe),
+        batch_function(recipe),
     )
     plan = SimpleNamespace(batch=batches.batch)
     session: Any = SimpleNamespace(
@@ -111,6 +113,6 @@ def measured(
         batches=batches,
         progress=Progress(rank=1),
     )
-    found = evaluate(session, samples)
-    assert found is not None, "nobody was asked to stop"
-    return record_of(step, len(samples), found)
+    metrics = evaluate(session, samples)
+    assert metrics is not None, "nobody was asked to stop"
+    return build_evaluation_record(step, len(samples), metrics)

@@ -18,43 +18,45 @@ from ortlaunch.run_folder.records import as_json
 from ortlaunch.worker.data import IGNORED, Samples
 from ortlaunch.worker.data.own import seed_generators
 from ortlaunch.worker.data.reading import DataError
-from ortlaunch.worker.evaluation.measure import measures
-from ortlaunch.worker.evaluation.own_metric import OwnMetric
+from ortlaunch.worker.evaluation.measure import create_measures
+from ortlaunch.worker.evaluation.own_metric import UserMetric
 from ortlaunch.worker.evaluation.word_scores import word_outputs
 from ortlaunch.worker.model.chunked_head import LABELS
-from ortlaunch.worker.model.own_numbers import ValueMeans, loss_in
-from ortlaunch.worker.process_group.agreement import Agreement
+from ortlaunch.worker.model.own_numbers import ValueMeans, loss_of_engine_output
+from ortlaunch.worker.process_group.agreement import RankAgreement
 from ortlaunch.worker.session import Session
 
 Batch = dict[str, torch.Tensor]
 
 
-def evaluation_names(evaluated: dict[str, float]) -> dict[str, float]:
+def prefixed_metrics(metrics: dict[str, float]) -> dict[str, float]:
     """Return the metrics under their names in metrics.jsonl, which has those of training, too."""
-    return {f"evaluation_{name}": value for name, value in evaluated.items()}
+    return {f"evaluation_{name}": value for name, value in metrics.items()}
 
 
-def turns(session: Session, samples: Samples) -> Iterator[tuple[Batch, range]]:
+def evaluation_batches(session: Session, samples: Samples) -> Iterator[tuple[Batch, range]]:
     """Yield this rank's micro batches with the indices of the samples that count in each.
 
     Ranks take turns, and all have equally many micro batches. A rank without samples left gets a
     batch of which no sample counts.
     """
     # With ZeRO 3 a forward pass is collective: every rank must run every turn.
-    micro = session.plan.batch.micro_samples
-    for turn in range(0, len(samples), session.group.size * micro):
+    micro_samples = session.plan.batch.micro_samples
+    for turn_start in range(0, len(samples), session.group.size * micro_samples):
         # Empty for a rank without samples left, which then runs sample 0.
-        first = turn + session.group.rank * micro
-        counted = range(first, min(first + micro, len(samples)))
+        first_index = turn_start + session.group.rank * micro_samples
+        counted_indices = range(first_index, min(first_index + micro_samples, len(samples)))
         yield (
-            session.batches.read(samples, [(index, 0) for index in counted or range(1)]),
-            counted,
+            session.batches.read_samples(
+                samples, [(index, 0) for index in counted_indices or range(1)]
+            ),
+            counted_indices,
         )
 
 
 @torch.no_grad()
 def evaluate(
-    session: Session, samples: Samples, agreed: Agreement | None = None
+    session: Session, samples: Samples, rank_agreement: RankAgreement | None = None
 ) -> dict[str, float] | None:
     """Return the mean loss over the evaluation corpus and the task's metrics, by name (collective).
 
@@ -63,7 +65,7 @@ def evaluate(
     Args:
         session: the session whose model is evaluated.
         samples: the evaluation corpus.
-        agreed: if given, the ranks check after each micro batch whether to stop.
+        rank_agreement: if given, the ranks check after each micro batch whether to stop.
 
     Returns:
         The loss and the metrics; None if the ranks agreed to stop meanwhile.
@@ -75,57 +77,63 @@ def evaluate(
     group = session.group
     # The model's own random numbers are then those of any other evaluation of these weights.
     seed_generators(session.recipe.seed)
-    own_metric = OwnMetric(session.recipe.train.metric)
-    total = 0.0
-    seen = 0.0
-    numbers = ValueMeans()
+    own_metric = UserMetric(session.recipe.train.metric)
+    weighted_loss = 0.0
+    total_weight = 0.0
+    returned_values = ValueMeans()
     model = session.recipe.model
-    counters = measures(model.task, engine)
-    with _evaluating(engine.eval_module, engine.plain), _outputs(session) as output_of:
-        engine.plain.hook("on_validation_epoch_start", numbers)
-        for batch, counted in turns(session, samples):
+    counters = create_measures(model.task, engine)
+    with _evaluation_mode(engine.eval_module, engine.plain), _metric_outputs(session) as output_of:
+        engine.plain.hook("on_validation_epoch_start", returned_values)
+        for batch, counted_indices in evaluation_batches(session, samples):
             # At each micro batch, because an evaluation may be long.
-            if agreed is not None and agreed.now().stops:
+            if rank_agreement is not None and rank_agreement.agree_now().stops:
                 return None
-            weight = engine.loss_weight.of(batch, counted) if counted else 0.0
-            session.progress.pulse.tick()
-            taken = engine.to_device(batch)
-            given = _passed(session, taken)
-            loss = numbers.add(given, weight) if engine.plain.has_numbers else loss_in(given)
-            total = total + float(loss) * weight
-            seen = seen + weight
+            weight = (
+                engine.loss_weight.batch_weight(batch, counted_indices) if counted_indices else 0.0
+            )
+            session.progress.pulse.count_mark()
+            device_batch = engine.to_device(batch)
+            module_output = _forward_for_evaluation(session, device_batch)
+            loss = (
+                returned_values.add_pass(module_output, weight)
+                if engine.plain.has_numbers
+                else loss_of_engine_output(module_output)
+            )
+            weighted_loss = weighted_loss + float(loss) * weight
+            total_weight = total_weight + weight
             # From `batch`, not from `taken`, which may have an added label.
             labels = {name: batch[name].to(engine.device) for name in LABELS if name in batch}
-            output = output_of(given, taken)
+            output = output_of(module_output, device_batch)
             if model.traits.predicts:
                 output = word_outputs(output, labels, engine.plain, engine.loss_weight.shifted)
             for counter in counters:
-                counter.add(output, {**taken, **labels}, bool(counted))
-            own_metric.add(counted, output, batch)
-        engine.plain.hook("on_validation_epoch_end", numbers)
+                counter.add(output, {**device_batch, **labels}, bool(counted_indices))
+            own_metric.add(counted_indices, output, batch)
+        engine.plain.hook("on_validation_epoch_end", returned_values)
     # Gathered and summed here, not all-reduced, so that all ranks have the same bits.
-    losses, weights = zip(*group.gather_numbers([total, seen]))
+    losses, weights = zip(*group.gather_numbers([weighted_loss, total_weight]))
     if not sum(weights):
         raise DataError(
             f"data.evaluation: nothing counts in its {len(samples)} samples: train.loss_weight "
             "is 0 in all"
         )
     loss = sum(losses) / sum(weights)
-    numbers.keep()
-    found = {"loss": loss}
+    returned_values.keep_step()
+    metrics = {"loss": loss}
     for counter in counters:
-        found |= counter.read(group, loss)
+        metrics |= counter.read(group, loss)
         confusion = getattr(counter, "confusion", None)
         # A model without a run has no folder for it.
         if confusion is not None and group.rank == 0 and session.run is not None:
             write_json_atomically(session.run.confusion, as_json(confusion))
-    found |= numbers.read(group) if engine.plain.has_numbers else {}
+    metrics |= returned_values.read_over_ranks(group) if engine.plain.has_numbers else {}
     seed_generators(session.recipe.seed)
     # Last, because the user's names must differ from all others.
-    return found | own_metric.read(group, found)
+    return metrics | own_metric.read(group, metrics)
 
 
-def _passed(session: Session, taken: Batch) -> Any:
+def _forward_for_evaluation(session: Session, device_batch: Batch) -> Any:
     """Return the output of the engine's module for a batch; of a LightningModule in plain PyTorch.
 
     For engine ort a short last batch is filled with copies of its last sample, without labels.
@@ -135,28 +143,30 @@ def _passed(session: Session, taken: Batch) -> Any:
     # A validation_step may collect its outputs in Python, which a graph does not do.
     engine = session.engine
     module = engine.plain if session.recipe.model.traits.wrapper else engine.eval_module
-    micro = session.plan.batch.micro_samples
-    samples = {len(value) if value.dim() else 0 for value in taken.values()}
-    graph = engine.record.engine.used == "ort" and not session.recipe.model.traits.is_own
-    labels = taken.get("labels")
+    micro_samples = session.plan.batch.micro_samples
+    samples = {len(value) if value.dim() else 0 for value in device_batch.values()}
+    is_graph = engine.record.engine.used == "ort" and not session.recipe.model.traits.is_own
+    labels = device_batch.get("labels")
     # Labels of a regression have no value that means "ignored".
     can_fill = labels is not None and not labels.is_floating_point()
-    if not graph or len(samples) > 1 or micro in samples or not can_fill:
-        return module(**taken)
+    if not is_graph or len(samples) > 1 or micro_samples in samples or not can_fill:
+        return module(**device_batch)
     (count,) = samples
-    given = module(**{name: _filled(name, value, micro) for name, value in taken.items()})
-    if not isinstance(given, Mapping):
-        return given
-    return {name: value[:count] if value.dim() else value for name, value in given.items()}
+    module_output = module(
+        **{name: _pad_to_rows(name, value, micro_samples) for name, value in device_batch.items()}
+    )
+    if not isinstance(module_output, Mapping):
+        return module_output
+    return {name: value[:count] if value.dim() else value for name, value in module_output.items()}
 
 
-def _filled(name: str, value: torch.Tensor, rows: int) -> torch.Tensor:
+def _pad_to_rows(name: str, value: torch.Tensor, rows: int) -> torch.Tensor:
     added = value[-1:].expand(rows - len(value), *value.shape[1:])
     return torch.cat([value, torch.full_like(added, IGNORED) if name in LABELS else added])
 
 
 @contextlib.contextmanager
-def _evaluating(*modules: nn.Module) -> Iterator[None]:
+def _evaluation_mode(*modules: nn.Module) -> Iterator[None]:
     """Switch dropout off while the context is open; all modules are in training mode after it."""
     for module in modules:
         module.eval()
@@ -168,7 +178,7 @@ def _evaluating(*modules: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _outputs(session: Session) -> Iterator[Callable[[Any, Batch], Any]]:
+def _metric_outputs(session: Session) -> Iterator[Callable[[Any, Batch], Any]]:
     """Yield a function that returns the model's outputs beside the loss, for the metrics.
 
     Its arguments are the output of the engine's module and the batch. The built-in metrics need
@@ -178,17 +188,25 @@ def _outputs(session: Session) -> Iterator[Callable[[Any, Batch], Any]]:
     model = session.engine.plain.model
     traits = session.recipe.model.traits
     if session.recipe.train.metric is None or traits.predicts:
-        yield lambda given, taken: given if isinstance(given, Mapping) else None
+        yield (
+            lambda module_output, device_batch: (
+                module_output if isinstance(module_output, Mapping) else None
+            )
+        )
     # In eager PyTorch the pass itself has all outputs. For the other engines plain PyTorch runs a
     # second pass.
     elif session.engine.record.engine.used == "eager":
-        kept: list[Any] = []
-        handle = model.register_forward_hook(lambda _, __, output: kept.append(output))
+        eager_outputs: list[Any] = []
+        handle = model.register_forward_hook(lambda _, __, output: eager_outputs.append(output))
         try:
-            yield lambda given, taken: kept.pop()
+            yield lambda module_output, device_batch: eager_outputs.pop()
         finally:
             handle.remove()
     else:
-        yield lambda given, taken: model(
-            **{name: each for name, each in taken.items() if traits.is_own or name not in LABELS}
+        yield lambda module_output, device_batch: model(
+            **{
+                name: value
+                for name, value in device_batch.items()
+                if traits.is_own or name not in LABELS
+            }
         )

@@ -23,13 +23,13 @@ class MetricMeasure(Protocol):
     Its argument is the engine whose model is evaluated. One of classes has `confusion`, too.
     """
 
-    def add(self, output: Any, labels: Mapping[str, Tensor], counts: bool) -> None:
+    def add(self, output: Any, labels: Mapping[str, Tensor], is_counted: bool) -> None:
         """Count a micro batch.
 
         Args:
             output: the model's output, by name; for a language model the result of `word_outputs`.
             labels: the labels of the batch, by name, and its other values.
-            counts: if false, the batch only fills a rank's turn and none of its samples counts.
+            is_counted: if false, the batch only fills a rank's turn and none of its samples counts.
         """
 
     def read(self, group: DistributedContext, loss: float) -> dict[str, float]:
@@ -41,13 +41,13 @@ class MetricMeasure(Protocol):
         """
 
 
-def measures(task: str, engine: TrainingEngine) -> list[MetricMeasure]:
+def create_measures(task: str, engine: TrainingEngine) -> list[MetricMeasure]:
     """Return the measures that an evaluation of a model task needs."""
-    found = []
+    created = []
     for row in measures_of_task(task):
         module, _, name = row.by.partition(":")
-        found.append(getattr(import_module(module), name)(engine))
-    return found
+        created.append(getattr(import_module(module), name)(engine))
+    return created
 
 
 class SumOfCounts:
@@ -56,10 +56,10 @@ class SumOfCounts:
     def __init__(self, size: int) -> None:
         self._total: Any = torch.zeros(size, dtype=torch.float64)
 
-    def add(self, found: Tensor, counts: bool) -> None:
+    def add(self, batch_counts: Tensor, is_counted: bool) -> None:
         """Add the counts of a batch."""
-        if counts:
-            self._total = self._total.to(found.device) + found.double()
+        if is_counted:
+            self._total = self._total.to(batch_counts.device) + batch_counts.double()
 
     def read(self, group: DistributedContext) -> list[float]:
         """Return the sums over all ranks (collective)."""
@@ -68,5 +68,5 @@ class SumOfCounts:
 
 def logits_of(output: Any) -> Tensor | None:
     """Return the logits of words or classes in an output of transformers; None if it has none."""
-    found: Tensor | None = output and output.get("prediction_logits", output.get("logits"))
-    return found
+    logits: Tensor | None = output and output.get("prediction_logits", output.get("logits"))
+    return logits

@@ -17,14 +17,14 @@ from numpy.typing import NDArray
 
 from ortlaunch.errors import HookError
 from ortlaunch.json_types import Json
-from ortlaunch.worker.data.own import find
+from ortlaunch.worker.data.own import load_user_function
 from ortlaunch.worker.model.own_numbers import LOSS, outputs_by_name
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
 Arrays = dict[str, NDArray[np.int64]]
 
 
-class OwnMetric:
+class UserMetric:
     """The user's metric of one evaluation; without `train.metric` it does nothing."""
 
     def __init__(self, name: str | None) -> None:
@@ -32,74 +32,82 @@ class OwnMetric:
         # The arrays of each micro batch: FIRST SAMPLE/SIDE/NAME.
         self.arrays: Arrays = {}
 
-    def add(self, counted: range, output: Any, batch: Mapping[str, torch.Tensor]) -> None:
+    def add(self, sample_range: range, output: Any, batch: Mapping[str, torch.Tensor]) -> None:
         """Add the model's output for these samples."""
         # An empty range only fills a rank's turn.
-        if self.name is not None and counted:
+        if self.name is not None and sample_range:
             for side, values in (("outputs", outputs_by_name(output)), ("batch", batch)):
-                for name, array in _arrays(values, len(counted)).items():
-                    self.arrays[f"{counted[0]}/{side}/{name}"] = array
+                for name, array in _sample_arrays(values, len(sample_range)).items():
+                    self.arrays[f"{sample_range[0]}/{side}/{name}"] = array
 
-    def read(self, group: DistributedContext, taken: Mapping[str, float]) -> dict[str, float]:
+    def read(
+        self, group: DistributedContext, evaluation_metrics: Mapping[str, float]
+    ) -> dict[str, float]:
         """Return the values of the user's function for all samples, on all ranks (collective).
 
         Args:
             group: the ranks of the run.
-            taken: metrics that the evaluation already has.
+            evaluation_metrics: metrics that the evaluation already has.
 
         Raises:
             HookError: the function raised, or its result is not valid; the same on all ranks.
         """
         if self.name is None:
             return {}
-        collected = group.collect(self.arrays)
-        told: Json = {}
+        collected = group.gather_arrays_on_rank_0(self.arrays)
+        result: Json = {}
         if group.rank == 0:
             try:
-                told = {"found": self._values(dict(ChainMap(*collected)), taken)}
+                result = {
+                    "found": self._call_user_function(
+                        dict(ChainMap(*collected)), evaluation_metrics
+                    )
+                }
             except HookError as error:
-                told = {"error": str(error)}
+                result = {"error": str(error)}
         # Rank 0's error must reach all ranks: else they would wait for it in the next collective.
-        told = group.gather(told)[0]
-        if "error" in told:
-            raise HookError(told["error"])
-        found: dict[str, float] = told["found"]
-        return found
+        result = group.gather(result)[0]
+        if "error" in result:
+            raise HookError(result["error"])
+        user_values: dict[str, float] = result["found"]
+        return user_values
 
-    def _values(self, arrays: Arrays, taken: Mapping[str, float]) -> dict[str, float]:
-        own = find("train.metric", str(self.name))
-        outputs, batch = (_joined(arrays, side) for side in ("outputs", "batch"))
+    def _call_user_function(
+        self, arrays: Arrays, evaluation_metrics: Mapping[str, float]
+    ) -> dict[str, float]:
+        user_function = load_user_function("train.metric", str(self.name))
+        outputs, batch = (_join_side(arrays, side) for side in ("outputs", "batch"))
         try:
-            answer = own(outputs, batch)
+            returned_values = user_function(outputs, batch)
         except Exception as error:
             # Only frames of the user's function, without this one.
             frames = error.__traceback__ and error.__traceback__.tb_next
-            where = "".join(traceback.format_exception(type(error), error, frames))
+            stack_text = "".join(traceback.format_exception(type(error), error, frames))
             raise HookError(
-                f"train.metric: {self.name} raised {type(error).__name__}: {error}\n{where}"
+                f"train.metric: {self.name} raised {type(error).__name__}: {error}\n{stack_text}"
             ) from error
         try:
-            found = {str(name): float(value) for name, value in answer.items()}
+            user_values = {str(name): float(value) for name, value in returned_values.items()}
         except (AttributeError, TypeError, ValueError):
             raise HookError(
-                f"train.metric: {self.name} returned {answer!r:.200}; it returns numbers by name"
+                f"train.metric: {self.name} returned {returned_values!r:.200}; it returns numbers by name"
             ) from None
-        for name in found.keys() & {"step", "samples", *taken}:
+        for name in user_values.keys() & {"step", "samples", *evaluation_metrics}:
             raise HookError(
                 f"train.metric: {self.name} returned {name!r}, a name that the evaluation "
                 "already uses: rename it"
             )
-        return found
+        return user_values
 
 
-def _arrays(values: Mapping[str, Any], samples: int) -> Arrays:
+def _sample_arrays(values: Mapping[str, Any], sample_count: int) -> Arrays:
     """Return those tensors that have one row per sample, as arrays."""
     rows = {
         name: value.detach().cpu()
         for name, value in values.items()
         if isinstance(value, torch.Tensor)
         and value.dim()
-        and len(value) == samples
+        and len(value) == sample_count
         and name != LOSS
     }
     return {
@@ -109,20 +117,20 @@ def _arrays(values: Mapping[str, Any], samples: int) -> Arrays:
     }
 
 
-def _joined(arrays: Arrays, side: str) -> Json:
+def _join_side(arrays: Arrays, side: str) -> Json:
     """Return the rows of all samples on one side, in order, by name.
 
     They are an array, or a list of rows if batches differ in shape.
     """
     parts: dict[str, list[NDArray[np.int64]]] = {}
     for key in sorted(arrays, key=lambda key: int(key.partition("/")[0])):
-        _, of_side, name = key.split("/", 2)
-        if of_side == side:
+        _, key_side, name = key.split("/", 2)
+        if key_side == side:
             parts.setdefault(name, []).append(arrays[key])
-    return {name: _rows(rows) for name, rows in parts.items()}
+    return {name: _join_rows(rows) for name, rows in parts.items()}
 
 
-def _rows(parts: list[NDArray[np.int64]]) -> Any:
+def _join_rows(parts: list[NDArray[np.int64]]) -> Any:
     if len({part.shape[1:] for part in parts}) == 1:
         return np.concatenate(parts)
     return [row for part in parts for row in part]

@@ -18,7 +18,7 @@ from torch.nn import functional
 from ortlaunch.run_folder.records import Confusion
 from ortlaunch.worker.data import IGNORED
 from ortlaunch.worker.engine.engine import TrainingEngine
-from ortlaunch.worker.evaluation.entities import Entities, are_tags
+from ortlaunch.worker.evaluation.entities import EntityCounts, are_tags
 from ortlaunch.worker.evaluation.measure import logits_of
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
@@ -34,98 +34,111 @@ class Scores:
         self.confusion: Confusion | None = None
         """Of all ranks, after `read`; None where there are no classes, or too many."""
         # The names of the classes, if the model's config has them.
-        self._names = [names[number] for number in sorted(names)]
-        self._kind: Classes | ValueScores | None = None
+        self._names = [names[class_index] for class_index in sorted(names)]
+        self._measure: ClassScores | ValueScores | None = None
 
-    def add(self, output: Any, labels_by_name: Mapping[str, torch.Tensor], counts: bool) -> None:
-        """Count a batch; with `counts` false it only fills a rank's turn."""
+    def add(
+        self, output: Any, labels_by_name: Mapping[str, torch.Tensor], is_counted: bool
+    ) -> None:
+        """Count a batch; with `is_counted` false it only fills a rank's turn."""
         logits = logits_of(output)
         labels = labels_by_name.get("labels")
         if logits is None or labels is None:
             return
         # Labels of a regression are floats.
-        numbers = labels.is_floating_point()
-        if numbers and logits.numel() != labels.numel():
+        are_values = labels.is_floating_point()
+        if are_values and logits.numel() != labels.numel():
             return
-        if not numbers and (logits.shape[:-1] != labels.shape or logits.size(-1) == 1):
+        if not are_values and (logits.shape[:-1] != labels.shape or logits.size(-1) == 1):
             return
         # Also for a batch that does not count: all ranks must have the same metrics in `read`.
-        if self._kind is None:
-            self._kind = (
-                ValueScores() if numbers else Classes(logits.size(-1), self._names, logits.device)
+        if self._measure is None:
+            self._measure = (
+                ValueScores()
+                if are_values
+                else ClassScores(logits.size(-1), self._names, logits.device)
             )
-        if counts:
-            self._kind.add(logits, labels)
+        if is_counted:
+            self._measure.add(logits, labels)
 
     def read(self, group: DistributedContext, loss: float) -> dict[str, float]:
         """Return the scores by their names in the table (collective); none without labels."""
         with warnings.catch_warnings():
             # torchmetrics warns of nan and of a rank without samples.
             warnings.simplefilter("ignore")
-            found = self._kind.read(group) if self._kind is not None else {}
-        if isinstance(self._kind, Classes):
-            self.confusion = self._kind.confusion(group)
-        return found
+            scores = self._measure.read(group) if self._measure is not None else {}
+        if isinstance(self._measure, ClassScores):
+            self.confusion = self._measure.confusion_over_ranks(group)
+        return scores
 
 
-class Classes:
+class ClassScores:
     """Accuracy, macro F1, and the metrics of entities if the classes are tags.
 
     Macro F1 is the mean over those classes that are predicted or labelled.
     """
 
-    def __init__(self, classes: int, names: Sequence[str], device: torch.device) -> None:
-        kinds = _torchmetrics().classification
+    def __init__(self, class_count: int, class_names: Sequence[str], device: torch.device) -> None:
+        metric_classes = _torchmetrics().classification
         options = {"validate_args": False, "sync_on_compute": False}
-        self._accuracy = kinds.MulticlassAccuracy(classes, average="micro", **options)
+        self._accuracy = metric_classes.MulticlassAccuracy(class_count, average="micro", **options)
         # Each class is a binary label: MulticlassF1Score would build a matrix of classes x classes,
         # which is 4 GB for 21,841 classes.
-        self._f1 = kinds.MultilabelF1Score(
-            classes, average="none", zero_division=math.nan, **options
+        self._f1 = metric_classes.MultilabelF1Score(
+            class_count, average="none", zero_division=math.nan, **options
         )
         for metric in (self._accuracy, self._f1):
             metric.set_dtype(torch.float64).to(device)
-        self._classes = classes
-        self._names = names
+        self._classes = class_count
+        self._names = class_names
         # Counts by class and predicted class.
-        self._counts = torch.zeros(classes**2 if classes <= _MOST_CLASSES else 0, dtype=torch.int64)
-        self._entities = Entities() if len(names) == classes and are_tags(names) else None
+        self._counts = torch.zeros(
+            class_count**2 if class_count <= _MOST_CLASSES else 0, dtype=torch.int64
+        )
+        self._entities = (
+            EntityCounts() if len(class_names) == class_count and are_tags(class_names) else None
+        )
 
     def add(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
         """Count logits of shape (samples, classes) or (samples, words, classes)."""
-        given = logits.argmax(-1)
-        counted = labels != IGNORED
+        predicted = logits.argmax(-1)
+        is_labelled = labels != IGNORED
         if self._entities is not None and labels.dim() == 2:
-            for row, meant, here in zip(given.cpu(), labels.cpu(), counted.cpu()):
-                self._entities.add(self._tags(row[here]), self._tags(meant[here]))
-        given = given[counted]
-        meant = labels[counted]
-        if len(meant):
+            for row, labelled, row_mask in zip(predicted.cpu(), labels.cpu(), is_labelled.cpu()):
+                self._entities.add(
+                    self._tag_names(row[row_mask]), self._tag_names(labelled[row_mask])
+                )
+        predicted = predicted[is_labelled]
+        labelled = labels[is_labelled]
+        if len(labelled):
             if len(self._counts):
-                pairs = (meant * self._classes + given).cpu()
+                pairs = (labelled * self._classes + predicted).cpu()
                 self._counts += torch.bincount(pairs, minlength=self._classes**2)
-            self._accuracy.update(given, meant)
+            self._accuracy.update(predicted, labelled)
             self._f1.update(
-                functional.one_hot(given, self._classes), functional.one_hot(meant, self._classes)
+                functional.one_hot(predicted, self._classes),
+                functional.one_hot(labelled, self._classes),
             )
 
     def read(self, group: DistributedContext) -> dict[str, float]:
-        found = {
-            "classification_accuracy": float(_of_all_ranks(self._accuracy, group)),
-            "f1_macro": float(_of_all_ranks(self._f1, group).nanmean()),
+        scores = {
+            "classification_accuracy": float(_compute_over_ranks(self._accuracy, group)),
+            "f1_macro": float(_compute_over_ranks(self._f1, group).nanmean()),
         }
-        return found | (self._entities.read(group) if self._entities is not None else {})
+        return scores | (self._entities.read(group) if self._entities is not None else {})
 
-    def confusion(self, group: DistributedContext) -> Confusion | None:
+    def confusion_over_ranks(self, group: DistributedContext) -> Confusion | None:
         """Return the counts of all ranks by class (collective); None for too many classes."""
         if not len(self._counts):
             return None
-        ranks = group.gather_numbers(self._counts.tolist())
-        counts = torch.tensor(ranks).sum(0).reshape(self._classes, -1).long().tolist()
-        return Confusion([*self._names] or [str(number) for number in range(self._classes)], counts)
+        counts_by_rank = group.gather_numbers(self._counts.tolist())
+        counts = torch.tensor(counts_by_rank).sum(0).reshape(self._classes, -1).long().tolist()
+        return Confusion(
+            [*self._names] or [str(class_index) for class_index in range(self._classes)], counts
+        )
 
-    def _tags(self, numbers: torch.Tensor) -> list[str]:
-        return [self._names[number] for number in numbers.tolist()]
+    def _tag_names(self, class_indices: torch.Tensor) -> list[str]:
+        return [self._names[class_index] for class_index in class_indices.tolist()]
 
 
 class Transcripts:
@@ -139,7 +152,7 @@ class Transcripts:
         # It warns of marks that are two things at once, as Whisper's end of text is.
         logging.getLogger("transformers.generation").setLevel(logging.ERROR)
 
-    def add(self, output: Any, batch: Mapping[str, torch.Tensor], counts: bool) -> None:
+    def add(self, output: Any, batch: Mapping[str, torch.Tensor], is_counted: bool) -> None:
         """Let the model write, in plain PyTorch; collective where ZeRO 3 has split it."""
         tokenizer, model = self._plain.tokenizer, self._plain.model
         if tokenizer is None or not hasattr(model, "generate"):
@@ -147,20 +160,20 @@ class Transcripts:
         labels = batch["labels"]
         inputs = {name: value for name, value in batch.items() if name != "labels"}
         # A few places are for the decoder's start.
-        longest = min(labels.size(1) + 4, getattr(model.config, "max_target_positions", 1 << 20))
+        max_length = min(labels.size(1) + 4, getattr(model.config, "max_target_positions", 1 << 20))
         # ZeRO 3 has split the weights, so that all ranks write as long as one does.
-        split = hasattr(next(model.parameters()), "ds_id")
-        given = model.generate(
-            **inputs, max_length=longest, use_cache=True, do_sample=False, synced_gpus=split
+        is_split = hasattr(next(model.parameters()), "ds_id")
+        written = model.generate(
+            **inputs, max_length=max_length, use_cache=True, do_sample=False, synced_gpus=is_split
         )
-        meant = [row[row != IGNORED] for row in labels]
-        if counts:
+        references = [row[row != IGNORED] for row in labels]
+        if is_counted:
             texts = ([tokenizer.decode(row, skip_special_tokens=True) for row in rows]
-                     for rows in (given, meant))  # fmt: skip
+                     for rows in (written, references))  # fmt: skip
             self._errors.update(*texts)
 
     def read(self, group: DistributedContext, loss: float) -> dict[str, float]:
-        rate = float(_of_all_ranks(self._errors, group))
+        rate = float(_compute_over_ranks(self._errors, group))
         return {"word_error_rate": rate} if math.isfinite(rate) else {}
 
 
@@ -171,36 +184,50 @@ class ValueScores:
     # sample.
 
     def __init__(self) -> None:
-        self._given = list[float]()
-        self._meant = list[float]()
+        self._predicted = list[float]()
+        self._labelled = list[float]()
 
-    def add(self, given: torch.Tensor, meant: torch.Tensor) -> None:
-        self._given += given.flatten().tolist()
-        self._meant += meant.flatten().tolist()
+    def add(self, predicted: torch.Tensor, labelled: torch.Tensor) -> None:
+        self._predicted += predicted.flatten().tolist()
+        self._labelled += labelled.flatten().tolist()
 
     def read(self, group: DistributedContext) -> dict[str, float]:
-        counts = [int(count) for (count,) in group.gather_numbers([len(self._given)])]
-        both = (_gathered(group, values, counts) for values in (self._given, self._meant))
-        given, meant = (torch.tensor(values, dtype=torch.float64) for values in both)
-        kinds = _torchmetrics().functional
+        counts = [int(count) for (count,) in group.gather_numbers([len(self._predicted)])]
+        gathered_values = (
+            _gather_values(group, values, counts) for values in (self._predicted, self._labelled)
+        )
+        predicted, labelled = (
+            torch.tensor(values, dtype=torch.float64) for values in gathered_values
+        )
+        metric_functions = _torchmetrics().functional
         return {
-            "mse": float(kinds.mean_squared_error(given, meant)),
-            "pearson": float(kinds.pearson_corrcoef(given, meant)),
+            "mse": float(metric_functions.mean_squared_error(predicted, labelled)),
+            "pearson": float(metric_functions.pearson_corrcoef(predicted, labelled)),
         }
 
 
-def _gathered(group: DistributedContext, mine: list[float], counts: list[int]) -> list[float]:
-    """Return the values of all ranks; `counts` are their numbers of values."""
+def _gather_values(
+    group: DistributedContext, rank_values: list[float], count_by_rank: list[int]
+) -> list[float]:
+    """Return the values of all ranks; `count_by_rank` are their numbers of values."""
     # A gathered tensor has one size on all ranks: fill with zeros, and cut them off.
-    ranks = group.gather_numbers(mine + [0.0] * (max(counts) - len(mine)))
-    return [value for values, count in zip(ranks, counts) for value in values[:count]]
+    values_by_rank = group.gather_numbers(
+        rank_values + [0.0] * (max(count_by_rank) - len(rank_values))
+    )
+    return [
+        value for values, count in zip(values_by_rank, count_by_rank) for value in values[:count]
+    ]
 
 
-def _of_all_ranks(metric: Any, group: DistributedContext) -> Any:
+def _compute_over_ranks(metric: Any, group: DistributedContext) -> Any:
     """Compute a metric from the counts of all ranks."""
-    for name, mine in metric.metric_state.items():
-        ranks = group.gather_numbers(mine.flatten().tolist())
-        setattr(metric, name, torch.tensor(ranks, dtype=torch.float64).sum(0).reshape(mine.shape))
+    for name, rank_state in metric.metric_state.items():
+        states_by_rank = group.gather_numbers(rank_state.flatten().tolist())
+        setattr(
+            metric,
+            name,
+            torch.tensor(states_by_rank, dtype=torch.float64).sum(0).reshape(rank_state.shape),
+        )
     return metric.compute()
 
 

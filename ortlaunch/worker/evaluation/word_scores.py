@@ -36,38 +36,40 @@ class WordScores(NamedTuple):
 
 
 def word_scores(
-    states: Tensor, labels: Tensor, plain: Any = None, shifted: bool = False
+    states: Tensor, labels: Tensor, loss_module: Any = None, is_shifted: bool = False
 ) -> WordScores:
     """Compute the scores of labels that are not IGNORED, a few rows of logits at a time.
 
     Args:
-        states: logits, (samples, length, vocabulary); if `plain` computes head and loss in chunks,
+        states: logits, (samples, length, vocabulary); if `loss_module` computes head and loss in chunks,
             the inputs of the head instead.
         labels: (samples, length).
-        plain: the model's LossModule.
-        shifted: whether the logits at a position predict the next label, as in causal models. The
+        loss_module: the model's LossModule.
+        is_shifted: whether the logits at a position predict the next label, as in causal models. The
             first label then has no score.
     """
-    chunked: ChunkedHead | None = getattr(plain, "chunked", None)
+    chunked_head: ChunkedHead | None = getattr(loss_module, "chunked", None)
     predictions = torch.full_like(labels, IGNORED)
     losses = torch.full(labels.shape, torch.nan, device=labels.device)
-    first = int(shifted)
-    positions = (labels[:, first:] != IGNORED).nonzero()
+    label_offset = int(is_shifted)
+    positions = (labels[:, label_offset:] != IGNORED).nonzero()
     for sample, position in (
-        part.unbind(1) for part in positions.split(chunked.rows if chunked else _ROWS)
+        part.unbind(1) for part in positions.split(chunked_head.rows if chunked_head else _ROWS)
     ):
         rows = states[sample, position]
-        targets = labels[sample, position + first]
-        logits = (rows if chunked is None else chunked.logits(plain.model, rows)).float()
-        predictions[sample, position + first] = logits.argmax(-1)
-        losses[sample, position + first] = functional.cross_entropy(
+        targets = labels[sample, position + label_offset]
+        logits = (
+            rows if chunked_head is None else chunked_head.head_logits(loss_module.model, rows)
+        ).float()
+        predictions[sample, position + label_offset] = logits.argmax(-1)
+        losses[sample, position + label_offset] = functional.cross_entropy(
             logits, targets, reduction="none"
         )
     return WordScores(predictions, losses)
 
 
 def word_outputs(
-    output: Any, labels: Mapping[str, Tensor], plain: Any = None, shifted: bool = False
+    output: Any, labels: Mapping[str, Tensor], loss_module: Any = None, is_shifted: bool = False
 ) -> dict[str, Tensor]:
     """Return the inputs of a language model's metrics for one batch, by name.
 
@@ -75,18 +77,18 @@ def word_outputs(
     `seq_relationship_logits`. A model without logits of words gives none.
 
     Args:
-        output: the model's output; if `plain` computes head and loss in chunks, it has the inputs
+        output: the model's output; if `loss_module` computes head and loss in chunks, it has the inputs
             of the head instead of logits.
         labels: the labels of the batch, by name.
-        plain: the model's LossModule.
-        shifted: see `word_scores`.
+        loss_module: the model's LossModule.
+        is_shifted: see `word_scores`.
     """
-    words = labels.get("labels")
+    word_labels = labels.get("labels")
     states = logits_of(output)
-    if words is None or states is None or words.dim() != 2 or states.dim() != 3:
+    if word_labels is None or states is None or word_labels.dim() != 2 or states.dim() != 3:
         return {}
     pairs = {_PAIRS: output[_PAIRS]} if _PAIRS in output else {}
-    return {**word_scores(states, words, plain, shifted)._asdict(), **pairs}
+    return {**word_scores(states, word_labels, loss_module, is_shifted)._asdict(), **pairs}
 
 
 class MaskedWords:
@@ -98,21 +100,29 @@ class MaskedWords:
         # Correct words, labelled words, and the sum of losses.
         self._sum = SumOfCounts(3)
 
-    def add(self, output: Mapping[str, Tensor], labels: Mapping[str, Tensor], counts: bool) -> None:
+    def add(
+        self, output: Mapping[str, Tensor], labels: Mapping[str, Tensor], is_counted: bool
+    ) -> None:
         if "predictions" in output:
             counted = output["predictions"] != IGNORED
             right = output["predictions"].eq(labels["labels"]) & counted
             losses = output["losses"].masked_fill(~counted, 0.0)
-            found = torch.stack(
-                [each.sum(dtype=torch.float64) for each in (right, counted, losses)]
+            batch_counts = torch.stack(
+                [
+                    counted_values.sum(dtype=torch.float64)
+                    for counted_values in (right, counted, losses)
+                ]
             )
-            self._sum.add(found, counts)
+            self._sum.add(batch_counts, is_counted)
 
     def read(self, group: DistributedContext, loss: float) -> dict[str, float]:
-        right, words, lost = self._sum.read(group)
+        right, word_count, loss_sum = self._sum.read(group)
         return (
-            {"perplexity": _exp(lost / words), "masked_word_accuracy": right / words}
-            if words
+            {
+                "perplexity": _exp_or_infinity(loss_sum / word_count),
+                "masked_word_accuracy": right / word_count,
+            }
+            if word_count
             else {}
         )
 
@@ -125,11 +135,15 @@ class SentencePairScore:
         # Correct pairs, and all pairs.
         self._sum = SumOfCounts(2)
 
-    def add(self, output: Mapping[str, Tensor], labels: Mapping[str, Tensor], counts: bool) -> None:
+    def add(
+        self, output: Mapping[str, Tensor], labels: Mapping[str, Tensor], is_counted: bool
+    ) -> None:
         if _PAIRS in output and "next_sentence_label" in labels:
             right = output[_PAIRS].argmax(-1) == labels["next_sentence_label"]
-            found = torch.stack([right.sum(), torch.tensor(right.numel(), device=right.device)])
-            self._sum.add(found, counts)
+            batch_counts = torch.stack(
+                [right.sum(), torch.tensor(right.numel(), device=right.device)]
+            )
+            self._sum.add(batch_counts, is_counted)
 
     def read(self, group: DistributedContext, loss: float) -> dict[str, float]:
         right, pairs = self._sum.read(group)
@@ -142,13 +156,15 @@ class LossPerplexity:
     def __init__(self, engine: TrainingEngine) -> None:
         self._is_mean_of_words = engine.loss_weight.by == "labels"
 
-    def add(self, output: Mapping[str, Tensor], labels: Mapping[str, Tensor], counts: bool) -> None:
+    def add(
+        self, output: Mapping[str, Tensor], labels: Mapping[str, Tensor], is_counted: bool
+    ) -> None:
         """Do nothing: `read` needs only the loss of the evaluation."""
 
     def read(self, group: DistributedContext, loss: float) -> dict[str, float]:
-        return {"perplexity": _exp(loss)} if self._is_mean_of_words else {}
+        return {"perplexity": _exp_or_infinity(loss)} if self._is_mean_of_words else {}
 
 
-def _exp(loss: float) -> float:
+def _exp_or_infinity(loss: float) -> float:
     # math.exp raises OverflowError above 709.8.
     return math.exp(loss) if loss < 700 else math.inf

@@ -18,16 +18,16 @@ from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker.data import LoadedData
 from ortlaunch.worker.data.media.samples import load_processor
 from ortlaunch.worker.engine.stepping import Stepper
-from ortlaunch.worker.model.model import LossModule, give_back_cache
+from ortlaunch.worker.model.model import LossModule, restore_cache_setting
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
 
-def export(
+def write_run_export(
     recipe: Recipe,
     run: RunDir,
     group: DistributedContext,
     stepper: Stepper,
-    trained: LossModule,
+    trained_module: LossModule,
     data: LoadedData,
 ) -> None:
     """Write weights, config and tokenizer into export/ (collective).
@@ -35,11 +35,11 @@ def export(
     The model cannot be trained further afterwards, as LoRA may be merged into it.
     """
     # All ranks take part, as each may have only pieces of the weights (ZeRO 3); rank 0 writes.
-    with stepper.whole_weights():
+    with stepper.gather_whole_weights():
         if group.rank == 0:
             run.export.mkdir(parents=True, exist_ok=True)
             try:
-                huggingface(recipe, run.export, trained, data)
+                write_huggingface(recipe, run.export, trained_module, data)
             # safetensors has an error of its own for a full disk, which names no file.
             except Exception as error:
                 if "os error 28" not in str(error):
@@ -49,12 +49,14 @@ def export(
     group.barrier()
 
 
-def huggingface(recipe: Recipe, folder: Path, trained: LossModule, data: LoadedData) -> None:
+def write_huggingface(
+    recipe: Recipe, folder: Path, trained_module: LossModule, data: LoadedData
+) -> None:
     """Write the model for transformers or peft into an existing folder.
 
     A model without `save_pretrained` is written as model.safetensors.
     """
-    model: Any = trained.model
+    model: Any = trained_module.model
     if recipe.model.lora and recipe.model.lora.merge:
         # safe_merge raises an error if the adapters have nan.
         model = model.merge_and_unload(safe_merge=True)
@@ -65,7 +67,7 @@ def huggingface(recipe: Recipe, folder: Path, trained: LossModule, data: LoadedD
         from transformers.utils import logging
 
         logging.disable_progress_bar()
-        give_back_cache(model, trained.generates_with_cache)
+        restore_cache_setting(model, trained_module.generates_with_cache)
         # accelerate would import DeepSpeed, for seconds, to see whether the model is wrapped by it.
         with without_package("deepspeed"):
             model.save_pretrained(folder)
@@ -74,38 +76,40 @@ def huggingface(recipe: Recipe, folder: Path, trained: LossModule, data: LoadedD
     for part in (data.tokenizer, load_processor(recipe)):
         if part is not None:
             part.save_pretrained(folder)
-    follow_umask(folder)
+    apply_umask_and_flush(folder)
 
 
-def _onnx(recipe: Recipe, folder: Path, trained: LossModule, data: LoadedData) -> OnnxCheck:
-    from ortlaunch.worker.onnx.onnx_export import onnx
+def _write_onnx(
+    recipe: Recipe, folder: Path, trained_module: LossModule, data: LoadedData
+) -> OnnxCheck:
+    from ortlaunch.worker.onnx.onnx_export import export_onnx
 
-    found = onnx(recipe, folder, trained, data)
-    follow_umask(folder)
-    return found
+    check = export_onnx(recipe, folder, trained_module, data)
+    apply_umask_and_flush(folder)
+    return check
 
 
-def _ondevice(
-    recipe: Recipe, folder: Path, trained: LossModule, data: LoadedData
+def _write_ondevice(
+    recipe: Recipe, folder: Path, trained_module: LossModule, data: LoadedData
 ) -> DeviceArtifacts:
-    from ortlaunch.worker.device.artifacts import ondevice
+    from ortlaunch.worker.device.artifacts import write_device_artifacts
 
-    found = ondevice(recipe, folder, trained, data)
-    follow_umask(folder)
-    return found
+    artifacts = write_device_artifacts(recipe, folder, trained_module, data)
+    apply_umask_and_flush(folder)
+    return artifacts
 
 
 FORMATS: dict[
     str, Callable[[Recipe, Path, LossModule, LoadedData], OnnxCheck | DeviceArtifacts | None]
 ] = {
-    "huggingface": huggingface,
-    "onnx": _onnx,
-    "ondevice": _ondevice,
+    "huggingface": write_huggingface,
+    "onnx": _write_onnx,
+    "ondevice": _write_ondevice,
 }
 """Writers by the value of `ortlaunch export --format`; commands/export.py has the same names."""
 
 
-def follow_umask(folder: Path) -> None:
+def apply_umask_and_flush(folder: Path) -> None:
     """Give all files of a folder the permissions of the umask, and flush them to the disk."""
     # safetensors writes files that only their owner can read. The umask can be read only by setting
     # it.
@@ -123,18 +127,18 @@ def _save_tensors(model: torch.nn.Module, path: str) -> None:
     # safetensors' own `save_model` refuses weights that ZeRO keeps as pieces of one large tensor.
     from safetensors.torch import save_file
 
-    kept: dict[object, str] = {}
+    name_by_tensor: dict[object, str] = {}
     metadata = {"format": "pt"}
     tensors = {}
     for name, value in model.state_dict().items():
         # Empty tensors have no address of their own.
-        place = (
+        tensor_key = (
             (value.data_ptr(), value.shape, value.stride(), value.dtype) if value.numel() else name
         )
-        first = kept.setdefault(place, name)
-        if first == name:
+        stored_name = name_by_tensor.setdefault(tensor_key, name)
+        if stored_name == name:
             tensors[name] = value.contiguous()
         else:
             # `load_model` finds the stored name of a shared tensor here.
-            metadata[name] = first
+            metadata[name] = stored_name
     save_file(tensors, path, metadata)

@@ -22,13 +22,13 @@ def run(request: GenerationRequest) -> None:
     """Print the generated text."""
     # The command has replaced it by the step.
     assert request.step != "best"
-    print(text(*_model(request.model, request.step), request))
+    print(generated_text(*_load_model(request.model, request.step), request))
 
 
-def _model(place: str, step: int | None) -> tuple[Any, PreTrainedTokenizerBase]:
+def _load_model(model_location: str, step: int | None) -> tuple[Any, PreTrainedTokenizerBase]:
     """Return model and tokenizer of a folder, or of a run's checkpoint.
 
-    step: the step of the checkpoint; None: `place` is the folder of a model.
+    step: the step of the checkpoint; None: `model_location` is the folder of a model.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
@@ -36,22 +36,28 @@ def _model(place: str, step: int | None) -> tuple[Any, PreTrainedTokenizerBase]:
     logging.disable_progress_bar()
     if step is None:
         for key in ("model.pretrained", "data.tokenizer"):
-            require_no_pointers(files_read(key, place))
+            require_no_pointers(files_read(key, model_location))
         try:
-            return AutoModelForCausalLM.from_pretrained(place), AutoTokenizer.from_pretrained(place)
+            return AutoModelForCausalLM.from_pretrained(
+                model_location
+            ), AutoTokenizer.from_pretrained(model_location)
         except (OSError, ValueError) as error:
-            raise InputError(f"{place}: {first_message_line(error)}") from None
-    from ortlaunch.worker.export.export_checkpoint import trained
-    from ortlaunch.worker.model.model import give_back_cache
+            raise InputError(f"{model_location}: {first_message_line(error)}") from None
+    from ortlaunch.worker.export.export_checkpoint import load_trained_model
+    from ortlaunch.worker.model.model import restore_cache_setting
 
-    _, whole, data = trained(RunDir(Path(place)), step)
+    _, loss_module, data = load_trained_model(RunDir(Path(model_location)), step)
     if data.tokenizer is None:
-        raise InputError(f"{place}: its custom data has no tokenizer, so tokens cannot become text")
-    give_back_cache(whole.model, whole.generates_with_cache)
-    return whole.model, data.tokenizer
+        raise InputError(
+            f"{model_location}: its custom data has no tokenizer, so tokens cannot become text"
+        )
+    restore_cache_setting(loss_module.model, loss_module.generates_with_cache)
+    return loss_module.model, data.tokenizer
 
 
-def text(model: Any, tokenizer: PreTrainedTokenizerBase, request: GenerationRequest) -> str:
+def generated_text(
+    model: Any, tokenizer: PreTrainedTokenizerBase, request: GenerationRequest
+) -> str:
     """Return the prompt and its continuation.
 
     Raises:
@@ -61,18 +67,22 @@ def text(model: Any, tokenizer: PreTrainedTokenizerBase, request: GenerationRequ
     from transformers import GenerationConfig
 
     prompt = request.prompt
-    chat = bool(tokenizer.chat_template) if request.chats is None else request.chats
-    if chat:
+    uses_template = bool(tokenizer.chat_template) if request.chats is None else request.chats
+    if uses_template:
         # On stderr, so that stdout has the generated text alone.
         print(
             "prompt: a user's message in the chat template (--raw: without the template)",
             file=sys.stderr,
             flush=True,
         )
-    ids, ends = _message(tokenizer, prompt) if chat else (_tokens(tokenizer, prompt), [])
-    _require_place(model, len(ids), request.tokens)
+    ids, ends = (
+        _chat_prompt_ids(tokenizer, prompt)
+        if uses_template
+        else (_prompt_ids(tokenizer, prompt), [])
+    )
+    _require_positions(model, len(ids), request.tokens)
     samples = request.temperature > 0
-    how = GenerationConfig(
+    generation_config = GenerationConfig(
         max_new_tokens=request.tokens,
         do_sample=samples,
         # top_k 0: sample from all tokens; transformers' default is 50.
@@ -84,21 +94,27 @@ def text(model: Any, tokenizer: PreTrainedTokenizerBase, request: GenerationRequ
         else tokenizer.eos_token_id,
     )
     torch.manual_seed(request.seed)
-    given = torch.tensor([ids])
-    (found,) = (
+    input_ids = torch.tensor([ids])
+    (output_ids,) = (
         model.float()
         .eval()
-        .generate(given, attention_mask=torch.ones_like(given), generation_config=how)
+        .generate(
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            generation_config=generation_config,
+        )
     )
-    if chat:
+    if uses_template:
         return (
             f"{prompt}\n\n"
-            f"{str(tokenizer.decode(found[len(ids) :], skip_special_tokens=True)).strip()}"
+            f"{str(tokenizer.decode(output_ids[len(ids) :], skip_special_tokens=True)).strip()}"
         )
-    return str(tokenizer.decode(found, skip_special_tokens=True))
+    return str(tokenizer.decode(output_ids, skip_special_tokens=True))
 
 
-def _message(tokenizer: PreTrainedTokenizerBase, prompt: str) -> tuple[list[int], list[int]]:
+def _chat_prompt_ids(
+    tokenizer: PreTrainedTokenizerBase, prompt: str
+) -> tuple[list[int], list[int]]:
     """Return the token ids of the prompt as a user's message, and the tokens that end an answer.
 
     The ids go up to the beginning of the answer, as in training.
@@ -109,44 +125,46 @@ def _message(tokenizer: PreTrainedTokenizerBase, prompt: str) -> tuple[list[int]
     messages = [{"role": "user", "content": prompt}]
     answered = [*messages, {"role": "assistant", "content": _ANSWER}]
     try:
-        asked = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        whole = str(tokenizer.apply_chat_template(answered, tokenize=False))
+        prompt_text = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+        chat_text = str(tokenizer.apply_chat_template(answered, tokenize=False))
     # Errors of Jinja, and any error that the template's own code raises.
     except Exception as error:
-        why = " ".join(str(error).split())
+        reason = " ".join(str(error).split())
         raise InputError(
-            f"the chat template rejects the prompt: {why}; --raw omits the template"
+            f"the chat template rejects the prompt: {reason}; --raw omits the template"
         ) from None
     # The template has written the special tokens already.
-    ids, after = (
+    ids, ids_after = (
         tokenizer(text, add_special_tokens=False)["input_ids"]
-        for text in (asked, whole.rpartition(_ANSWER)[2].strip())
+        for text in (prompt_text, chat_text.rpartition(_ANSWER)[2].strip())
     )
     special = {
         *tokenizer.all_special_ids,
         *(n for n, t in tokenizer.added_tokens_decoder.items() if t.special),
     }
     # An ordinary token after the answer, for example a line end, must not end the generation.
-    return ids, [token for token in after[:1] if token in special]
+    return ids, [token for token in ids_after[:1] if token in special]
 
 
-def _tokens(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
+def _prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
     """Return the token ids of the prompt, after the tokenizer's begin mark, without an end mark."""
-    from ortlaunch.worker.data.token_cache import begin_of_text
+    from ortlaunch.worker.data.token_cache import begin_tokens
 
     # A tokenizer may put other tokens before a text, too; the begin mark alone is used.
-    begin = [token for token in begin_of_text(tokenizer) if token == tokenizer.bos_token_id]
+    begin = [token for token in begin_tokens(tokenizer) if token == tokenizer.bos_token_id]
     ids: list[int] = [*begin, *tokenizer(prompt, add_special_tokens=False)["input_ids"]]
     if not ids:
         raise InputError("the prompt has no token; give some text")
     return ids
 
 
-def _require_place(model: PreTrainedModel, prompt: int, tokens: int) -> None:
+def _require_positions(model: PreTrainedModel, prompt_tokens: int, new_tokens: int) -> None:
     """Raise InputError if prompt and new tokens exceed the model's positions."""
-    places = getattr(model.config, "max_position_embeddings", None)
-    if places is not None and prompt + tokens > places:
+    max_positions = getattr(model.config, "max_position_embeddings", None)
+    if max_positions is not None and prompt_tokens + new_tokens > max_positions:
         raise InputError(
-            f"--max-new-tokens: got {tokens}; the prompt has {prompt} tokens, "
-            f"and the model sees {places} in all"
+            f"--max-new-tokens: got {new_tokens}; the prompt has {prompt_tokens} tokens, "
+            f"and the model sees {max_positions} in all"
         )

@@ -22,30 +22,30 @@ from ortlaunch.run_folder.lines import read_json_lines
 from ortlaunch.units import count_with_noun
 
 
-def model_card(run: RunDir, step: int, repo: str, folder: Path) -> ModelCard:
+def build_model_card(run: RunDir, step: int, repository: str, folder: Path) -> ModelCard:
     """Return the model card of a checkpoint's export.
 
     Args:
         run: the folder of the run.
         step: the step of the checkpoint.
-        repo: the repository's id on the hub.
+        repository: the repository's id on the hub.
         folder: the folder of the export.
     """
     recipe = read_resolved(run.recipe)
     engine = read_own_json(run.engine) if run.engine.exists() else {}
     # Later metrics belong to other weights than this checkpoint's.
     lines = [line for line in read_json_lines(run.metrics, "step").values if line["step"] <= step]
-    metadata = _metadata(recipe, engine, lines, repo, _library(folder))
-    text = "\n\n".join(_parts(recipe, engine, lines, repo, step))
+    metadata = _metadata(recipe, engine, lines, repository, _library(folder))
+    text = "\n\n".join(_card_sections(recipe, engine, lines, repository, step))
     return ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n{text}\n")
 
 
 def _metadata(
-    recipe: Recipe, engine: Json, lines: list[Json], repo: str, library: str | None
+    recipe: Recipe, engine: Json, metrics_lines: list[Json], repository: str, library: str | None
 ) -> ModelCardData:
     used = [f"engine:{engine['engine']['used']}"] if engine else []
     return ModelCardData(
-        base_model=_of_hub(recipe.model.pretrained),
+        base_model=_hub_id(recipe.model.pretrained),
         datasets=sorted(
             {
                 source.name
@@ -57,8 +57,8 @@ def _metadata(
         library_name=library,
         pipeline_tag=recipe.model.traits.pipeline or None,
         tags=["ortlaunch", *(["lora"] if library == "peft" else []), *used],
-        model_name=repo.rpartition("/")[2],
-        eval_results=_results(recipe, lines),
+        model_name=repository.rpartition("/")[2],
+        eval_results=_results(recipe, metrics_lines),
     )
 
 
@@ -72,7 +72,7 @@ def _library(folder: Path) -> str | None:
     return "transformers" if (folder / "config.json").exists() else None
 
 
-def _of_hub(name: str | None) -> str | None:
+def _hub_id(name: str | None) -> str | None:
     """Return the name if it is a hub id, else None.
 
     Readers of the card have no local folder of yours.
@@ -88,17 +88,21 @@ def _of_hub(name: str | None) -> str | None:
     )
 
 
-def _results(recipe: Recipe, lines: list[dict[str, object]]) -> list[EvalResult] | None:
-    """Return the results of the last evaluation in `lines`.
+def _results(recipe: Recipe, metrics_lines: list[dict[str, object]]) -> list[EvalResult] | None:
+    """Return the results of the last evaluation in `metrics_lines`.
 
     None if there is none, or if the hub's format cannot hold its results.
     """
-    last = next((line for line in reversed(lines) if "evaluation_loss" in line), None)
+    last = next((line for line in reversed(metrics_lines) if "evaluation_loss" in line), None)
     # The hub's format of results requires a task type and a data set.
     if last is None or recipe.data.evaluation is None or not recipe.model.traits.pipeline:
         return None
-    held = recipe.data.evaluation
-    about = "a part of data.train" if isinstance(held, HeldOut) else _about(held)
+    evaluation_source = recipe.data.evaluation
+    source_name = (
+        "a part of data.train"
+        if isinstance(evaluation_source, HeldOut)
+        else _source_name(evaluation_source)
+    )
     names = {
         name.removeprefix("evaluation_"): value
         for name, value in last.items()
@@ -107,14 +111,18 @@ def _results(recipe: Recipe, lines: list[dict[str, object]]) -> list[EvalResult]
     hub = {name: metric.hub for name, metric in METRICS.items()}
     return [
         EvalResult(
-            task_type=recipe.model.traits.pipeline, dataset_type=about.replace(",", " ").split()[0], dataset_name=about,
-            metric_type=hub.get(name) or name, metric_name=name.replace("_", " "), metric_value=value,
+            task_type=recipe.model.traits.pipeline,
+            dataset_type=source_name.replace(",", " ").split()[0],
+            dataset_name=source_name,
+            metric_type=hub.get(name) or name,
+            metric_name=name.replace("_", " "),
+            metric_value=value,
         )
         for name, value in names.items()
-    ]  # fmt: skip
+    ]
 
 
-def _about(source: str | Corpus) -> str:
+def _source_name(source: str | Corpus) -> str:
     """Return a corpus's name: a built-in or hub name, a factory, or file names without folders."""
     if isinstance(source, str):
         return source
@@ -125,56 +133,60 @@ def _about(source: str | Corpus) -> str:
     return ", ".join(Path(path).name for path in source.path or ())
 
 
-def _parts(recipe: Recipe, engine: Json, lines: list[Json], repo: str, step: int) -> Iterator[str]:
+def _card_sections(
+    recipe: Recipe, engine: Json, metrics_lines: list[Json], repository: str, step: int
+) -> Iterator[str]:
     base = f", from {recipe.model.pretrained}" if recipe.model.pretrained else ""
-    yield f"# {repo.rpartition('/')[2]}"
+    yield f"# {repository.rpartition('/')[2]}"
     yield f"Task {recipe.model.task}{base}, trained for {step:,} steps with ortlaunch."
     yield "## Data\n\n" + "\n".join(
-        f"- `{key}`: {_about(source)}" for key, source in recipe.data.sources()
+        f"- `{key}`: {_source_name(source)}" for key, source in recipe.data.sources()
     )
     last: Json = {}
     # Keep the newest value of each metric, because not every line has all of them.
-    for line in lines:
+    for line in metrics_lines:
         last.update({name: value for name, value in line.items() if value is not None})
-    yield "## Results\n\n" + _table(last)
+    yield "## Results\n\n" + _metrics_table(last)
     if engine:
-        yield "## Engine\n\n" + "\n".join(_engine(engine))
-    yield "## Recipe\n\n" + _fenced(
+        yield "## Engine\n\n" + "\n".join(_engine_lines(engine))
+    yield "## Recipe\n\n" + _fence_markdown(
         dump(without_secrets(recipe.model_dump(mode="json", exclude_defaults=True))), "yaml"
     )
 
 
-def _engine(engine: Json) -> Iterator[str]:
-    chosen = engine["engine"]
-    optimizer = engine["optimizer"]
-    yield f"- engine: {chosen['used']}" + (
-        f" (asked: {chosen['asked']})" if chosen["asked"] != chosen["used"] else ""
+def _engine_lines(engine_record: Json) -> Iterator[str]:
+    engine_choice = engine_record["engine"]
+    optimizer = engine_record["optimizer"]
+    yield f"- engine: {engine_choice['used']}" + (
+        f" (asked: {engine_choice['asked']})"
+        if engine_choice["asked"] != engine_choice["used"]
+        else ""
     )
     # ONNX Runtime counts the passes of its own module, of which a run that fell back has none.
-    if engine.get("onnxruntime") and not chosen.get("fallback_reason"):
+    if engine_record.get("onnxruntime") and not engine_choice.get("fallback_reason"):
         yield (
             "- forward and backward passes that fell back to PyTorch: "
-            f"{engine['onnxruntime']['fallbacks']}"
+            f"{engine_record['onnxruntime']['fallbacks']}"
         )
-    ranks = count_with_noun(engine["ranks"], "rank")
-    yield f"- {engine['precision']} on {engine['device']}, {ranks}, sharding: {engine['sharding']}"
+    ranks = count_with_noun(engine_record["ranks"], "rank")
+    yield f"- {engine_record['precision']} on {engine_record['device']}, {ranks}, sharding: {engine_record['sharding']}"
     yield f"- optimizer: {optimizer['used']}"
-    yield f"- parameters: {engine['trained_parameters']:,} trained of {engine['parameters']:,}"
+    yield f"- parameters: {engine_record['trained_parameters']:,} trained of {engine_record['parameters']:,}"
     yield "- versions: " + ", ".join(
-        f"{name} {version}" for name, version in engine["versions"].items()
+        f"{name} {version}" for name, version in engine_record["versions"].items()
     )
 
 
-def _table(values: dict[str, object]) -> str:
-    said = {
+def _metrics_table(values: dict[str, object]) -> str:
+    shown_values = {
         name: f"{value:.6g}" if isinstance(value, float) else value
         for name, value in values.items()
     }
-    rows = [f"| {name.replace('_', ' ')} | {value} |" for name, value in said.items()]
+    rows = [f"| {name.replace('_', ' ')} | {value} |" for name, value in shown_values.items()]
     return "\n".join(["| | |", "|---|---|", *rows])
 
 
-def _fenced(text: str, language: str) -> str:
+def _fence_markdown(text: str, language: str) -> str:
     """Put the text in a Markdown fence.
 
     The fence is longer than any run of backticks in the text.

@@ -21,13 +21,15 @@ def run(request: PushRequest) -> None:
     # Set before the import of huggingface_hub, which reads it then.
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     if not request.run:
-        check(request.repo)
+        check_upload(request.repo)
     else:
-        place = push(request.repo, RunDir(request.run), request.step, Path(request.folder))
-        print(f"pushed: {place}")
+        commit_url = push_export(
+            request.repo, RunDir(request.run), request.step, Path(request.folder)
+        )
+        print(f"pushed: {commit_url}")
 
 
-def check(repo: str) -> None:
+def check_upload(repository: str) -> None:
     """Check that the upload is possible; a missing repository is created, private.
 
     Raises:
@@ -48,11 +50,13 @@ def check(repo: str) -> None:
     if not hub.get_token():
         raise InputError("--push: no token is set; export HF_TOKEN, or log in with `hf auth login`")
     try:
-        hub.HfApi().create_repo(repo, private=True, exist_ok=True)
+        hub.HfApi().create_repo(repository, private=True, exist_ok=True)
     except errors.HFValidationError as error:
         raise InputError(f"--push: {error}") from None
     except errors.HfHubHTTPError as error:
-        raise InputError(f"--push {repo}: {hub_reason(error, repo, writes=True)}") from None
+        raise InputError(
+            f"--push {repository}: {hub_reason(error, repository, is_writing=True)}"
+        ) from None
     # The errors of the HTTP library, which differs between versions of huggingface_hub.
     except Exception as error:
         raise LaunchError(
@@ -60,7 +64,7 @@ def check(repo: str) -> None:
         ) from None
 
 
-def push(repo: str, run: RunDir, step: int, folder: Path) -> str:
+def push_export(repository: str, run: RunDir, step: int, folder: Path) -> str:
     """Write the model card, unless the export has one, and upload the export in one commit.
 
     Returns:
@@ -72,25 +76,25 @@ def push(repo: str, run: RunDir, step: int, folder: Path) -> str:
     import huggingface_hub as hub
     from huggingface_hub import errors
 
-    from ortlaunch.worker.export.model_card import model_card
+    from ortlaunch.worker.export.model_card import build_model_card
 
     card = folder / "README.md"
     if not card.exists():
-        model_card(run, step, repo, folder).save(card)
+        build_model_card(run, step, repository, folder).save(card)
     try:
         with warnings.catch_warnings():
             # The upload's warnings are printed once each, independent of the process's filters.
             warnings.simplefilter("default")
-            done = hub.HfApi().upload_folder(
-                repo_id=repo,
+            commit = hub.HfApi().upload_folder(
+                repo_id=repository,
                 folder_path=folder,
                 commit_message=f"Step {step} of {run.path.name}, by ortlaunch",
             )
     except errors.HfHubHTTPError as error:
         raise LaunchError(
-            f"--push {repo}: {hub_reason(error, repo, writes=True)}; the export is in {folder}"
+            f"--push {repository}: {hub_reason(error, repository, is_writing=True)}; the export is in {folder}"
         ) from None
     # Includes errors about metadata of the card that the hub refuses.
     except Exception as error:
-        raise LaunchError(f"--push {repo}: {error}; the export is in {folder}") from None
-    return str(done.commit_url)
+        raise LaunchError(f"--push {repository}: {error}; the export is in {folder}") from None
+    return str(commit.commit_url)

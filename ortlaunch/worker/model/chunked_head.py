@@ -21,7 +21,7 @@ from ortlaunch.planning.loss_chunks import chunk_rows
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.engine_report import ChunkedLoss
 from ortlaunch.worker.model.chunked_loss import IGNORED, chunked_loss
-from ortlaunch.worker.model.matmul_precision import matmul_precision
+from ortlaunch.worker.model.matmul_precision import use_matmul_precision
 
 Batch = Mapping[str, Tensor]
 # Tokens of the test.
@@ -40,21 +40,25 @@ class ChunkedHead:
     shifted: bool
     """Whether the label of each row is the label of the next token."""
 
-    def loss(self, model: nn.Module, batch: Batch, training: bool) -> tuple[Tensor, Any]:
+    def loss_and_output(
+        self, model: nn.Module, batch: Batch, is_training: bool
+    ) -> tuple[Tensor, Any]:
         """Return the loss of a batch and the model's output without labels.
 
         The head must be open (see `open`).
         """
         output = model(**{name: value for name, value in batch.items() if name not in LABELS})
-        hidden = _before_head(output)
+        hidden = _head_input(output)
         labels = batch["labels"]
         if self.shifted:
             labels = functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
         head = cast(nn.Linear, model.get_submodule(self.name))
         # An export of a training graph runs without gradients, but its graph must compute them.
-        train = torch.is_grad_enabled() or (training and torch.jit.is_tracing())
+        needs_gradients = torch.is_grad_enabled() or (is_training and torch.jit.is_tracing())
         rows = hidden.reshape(-1, head.weight.shape[1])
-        loss = chunked_loss(rows, head.weight, head.bias, labels.reshape(-1), self.rows, train)
+        loss = chunked_loss(
+            rows, head.weight, head.bias, labels.reshape(-1), self.rows, needs_gradients
+        )
         pairs = batch.get("next_sentence_label")
         if pairs is None:
             return loss, output
@@ -63,61 +67,63 @@ class ChunkedHead:
             scores.view(-1, scores.shape[-1]), pairs.view(-1)
         ), output
 
-    def logits(self, model: nn.Module, rows: Tensor) -> Tensor:
+    def head_logits(self, model: nn.Module, head_inputs: Tensor) -> Tensor:
         """Return the logits of rows of the head's input; the head must be open (see `open`)."""
         head = cast(nn.Linear, model.get_submodule(self.name))
-        return functional.linear(rows, head.weight, head.bias)
+        return functional.linear(head_inputs, head.weight, head.bias)
 
-    def open(self, model: nn.Module) -> None:
+    def skip_head(self, model: nn.Module) -> None:
         """Make the head return its input unchanged."""
-        model.get_submodule(self.name).forward = _handed_on
+        model.get_submodule(self.name).forward = _return_unchanged
 
-    def close(self, model: nn.Module) -> None:
+    def restore_head(self, model: nn.Module) -> None:
         """Restore the model's own head."""
         vars(model.get_submodule(self.name)).pop("forward", None)
 
 
-def _handed_on(hidden: Tensor) -> Tensor:
+def _return_unchanged(hidden: Tensor) -> Tensor:
     return hidden
 
 
-def _before_head(output: Any) -> Tensor:
-    found: Tensor = (
+def _head_input(output: Any) -> Tensor:
+    head_input: Tensor = (
         output.prediction_logits if hasattr(output, "prediction_logits") else output.logits
     )
-    return found
+    return head_input
 
 
-def chunk_head(recipe: Recipe, module: Any, sample: Batch, device: str) -> ChunkedLoss:
+def chunk_head(
+    recipe: Recipe, loss_module: Any, sample_batch: Batch, device_type: str
+) -> ChunkedLoss:
     """Chunk the loss of a LossModule if the recipe and the model permit it.
 
     Args:
         recipe: the run's recipe.
-        module: the LossModule, still in float32.
-        sample: a micro batch.
-        device: the type of the device that trains.
+        loss_module: the LossModule, still in float32.
+        sample_batch: a micro batch.
+        device_type: the type of the device that trains.
 
     Returns:
         The record for engine.json: the rows of a chunk, or null and the reason.
     """
-    asked = recipe.engine.chunked_loss
-    why = _why_not(recipe, module.model, sample)
-    if why:
-        return ChunkedLoss(asked, None, why)
-    head = module.model.get_output_embeddings()
-    labels = sample["labels"].numel()
+    requested = recipe.engine.chunked_loss
+    reason = _unchunkable_reason(recipe, loss_module.model, sample_batch)
+    if reason:
+        return ChunkedLoss(requested, None, reason)
+    head = loss_module.model.get_output_embeddings()
+    labels = sample_batch["labels"].numel()
     vocabulary = len(head.weight)
-    rows = chunk_rows(asked, labels, vocabulary, device)
+    rows = chunk_rows(requested, labels, vocabulary, device_type)
     if not rows:
-        return ChunkedLoss(asked, None, f"logits of {labels:,} x {vocabulary:,} are small")
-    name = next(name for name, each in module.model.named_modules() if each is head)
-    chunked = ChunkedHead(name, rows, shifts(module.model))
-    why = _tried(module, chunked, sample)
-    module.chunk(None if why else chunked)
-    return ChunkedLoss(asked, None if why else rows, why)
+        return ChunkedLoss(requested, None, f"logits of {labels:,} x {vocabulary:,} are small")
+    name = next(name for name, layer in loss_module.model.named_modules() if layer is head)
+    chunked = ChunkedHead(name, rows, predicts_next_token(loss_module.model))
+    reason = _trial_failure_reason(loss_module, chunked, sample_batch)
+    loss_module.chunk(None if reason else chunked)
+    return ChunkedLoss(requested, None if reason else rows, reason)
 
 
-def _why_not(recipe: Recipe, model: nn.Module, sample: Batch) -> str | None:
+def _unchunkable_reason(recipe: Recipe, model: nn.Module, sample_batch: Batch) -> str | None:
     """Return why the loss cannot be chunked, as far as that is known without a forward pass."""
     if recipe.engine.chunked_loss == "off":
         return "off"
@@ -125,7 +131,7 @@ def _why_not(recipe: Recipe, model: nn.Module, sample: Batch) -> str | None:
         return f"task {recipe.model.task} has no output layer over a vocabulary"
     if recipe.zero and recipe.zero.stage == 3:
         return "ZeRO 3 shards the weight of the output layer"
-    if not {"labels", "input_ids"} <= sample.keys():
+    if not {"labels", "input_ids"} <= sample_batch.keys():
         return "a batch has no input_ids and labels"
     get: Any = getattr(model, "get_output_embeddings", lambda: None)
     head = get()
@@ -139,7 +145,7 @@ def _why_not(recipe: Recipe, model: nn.Module, sample: Batch) -> str | None:
     return f"the model caps its logits (final_logit_softcapping: {cap:g})" if cap else None
 
 
-def shifts(model: nn.Module) -> bool:
+def predicts_next_token(model: nn.Module) -> bool:
     """Return whether the model compares each score with the next label.
 
     Causal models of transformers do.
@@ -149,37 +155,39 @@ def shifts(model: nn.Module) -> bool:
     )
 
 
-def _tried(module: Any, chunked: ChunkedHead, sample: Batch) -> str | None:
+def _trial_failure_reason(
+    loss_module: Any, chunked_head: ChunkedHead, sample_batch: Batch
+) -> str | None:
     """Return why the chunked loss is not the model's own; None if they agree on a few tokens."""
     try:
-        tokens = _few_tokens(sample, next(module.parameters()).device)
-        with _evaluating(module), matmul_precision("highest"):
-            whole = float(module(**tokens))
-            module.chunk(chunked)
-            ours = float(module(**tokens))
+        tokens = _test_tokens(sample_batch, next(loss_module.parameters()).device)
+        with _evaluation_mode(loss_module), use_matmul_precision("highest"):
+            model_loss = float(loss_module(**tokens))
+            loss_module.chunk(chunked_head)
+            chunked_value = float(loss_module(**tokens))
     # A model that is called in an unusual way may raise any exception: it is then not chunked.
     except Exception as error:
-        module.chunk(None)
+        loss_module.chunk(None)
         return (
             f"a trial without the model's output layer failed: {type(error).__name__}: "
             f"{' '.join(str(error).split())[:200]}"
         )
-    if math.isnan(whole):
+    if math.isnan(model_loss):
         return "its loss of a few tokens is nan"
-    if abs(ours - whole) <= _TOLERANCE * max(1.0, abs(whole)):
+    if abs(chunked_value - model_loss) <= _TOLERANCE * max(1.0, abs(model_loss)):
         return None
     return (
-        f"the model's loss is not the mean cross entropy of its head: {whole:.6g}, "
-        f"and that is {ours:.6g}"
+        f"the model's loss is not the mean cross entropy of its head: {model_loss:.6g}, "
+        f"and that is {chunked_value:.6g}"
     )
 
 
-def _few_tokens(sample: Batch, device: torch.device) -> dict[str, Tensor]:
+def _test_tokens(sample_batch: Batch, device: torch.device) -> dict[str, Tensor]:
     """Return the first tokens of a batch, with the same tokens as labels; one label is ignored."""
-    shape = sample["input_ids"].shape
+    shape = sample_batch["input_ids"].shape
     tokens = {
         name: (value[:1, :_TOKENS] if value.shape[:2] == shape else value[:1]).to(device)
-        for name, value in sample.items()
+        for name, value in sample_batch.items()
     }
     tokens["labels"] = tokens["input_ids"].clone()
     tokens["labels"][0, -1] = IGNORED
@@ -187,12 +195,12 @@ def _few_tokens(sample: Batch, device: torch.device) -> dict[str, Tensor]:
 
 
 @contextlib.contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    modes = [(each, each.training) for each in module.modules()]
+def _evaluation_mode(module: nn.Module) -> Iterator[None]:
+    modes = [(layer, layer.training) for layer in module.modules()]
     module.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        for each, training in modes:
-            each.training = training
+        for layer, training in modes:
+            layer.training = training

@@ -22,7 +22,12 @@ IGNORED = -100
 
 
 def chunked_loss(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, rows: int, train: bool
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    chunk_rows: int,
+    needs_gradients: bool,
 ) -> Tensor:
     """Return the mean cross entropy of `hidden @ weight.T + bias` over labels other than -100.
 
@@ -33,60 +38,78 @@ def chunked_loss(
         weight: (vocabulary, width).
         bias: (vocabulary,), or None.
         labels: (rows,).
-        rows: the number of rows in a chunk.
-        train: compute gradients.
+        chunk_rows: the number of rows in a chunk.
+        needs_gradients: compute gradients.
     """
-    kind = hidden.device.type
-    if torch.is_autocast_enabled(kind):
-        hidden = hidden.to(torch.get_autocast_dtype(kind))
+    device_type = hidden.device.type
+    if torch.is_autocast_enabled(device_type):
+        hidden = hidden.to(torch.get_autocast_dtype(device_type))
     of_bias = bias is not None and bias.requires_grad
-    wanted = (train, train and weight.requires_grad, train and of_bias)
-    loss: Tensor = torch.ops.ortlaunch.head_loss(hidden, weight, bias, labels, rows, *wanted)[0]
+    wanted_gradients = (
+        needs_gradients,
+        needs_gradients and weight.requires_grad,
+        needs_gradients and of_bias,
+    )
+    loss: Tensor = torch.ops.ortlaunch.head_loss(
+        hidden, weight, bias, labels, chunk_rows, *wanted_gradients
+    )[0]
     return loss
 
 
 def _head_loss(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, rows: int, *wanted: bool
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    chunk_rows: int,
+    *wanted_gradients: bool,
 ) -> tuple[Tensor, ...]:
     """Return the mean loss, the gradients of hidden, weight and bias, and the gradients' factor.
 
-    The gradients still have to be multiplied by the factor. A gradient that is not in `wanted` is
+    The gradients still have to be multiplied by the factor. A gradient that is not in `wanted_gradients` is
     empty. Sums are in float32 or wider.
     """
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
-        counted = (labels != IGNORED).nonzero().squeeze(1)
+        labelled_rows = (labels != IGNORED).nonzero().squeeze(1)
         weight = weight.to(hidden.dtype)
         bias = None if bias is None else bias.to(hidden.dtype)
-        loss, *gradients, factor = _outputs(hidden, weight, bias, labels, rows, *wanted)
-        mean = 1 / max(len(counted), 1)
+        loss, *gradients, factor = _allocate_outputs(
+            hidden, weight, bias, labels, chunk_rows, *wanted_gradients
+        )
+        mean = 1 / max(len(labelled_rows), 1)
         # In float16 the gradients are those of the sum: divided by the number of labels they would
         # underflow, because the loss scale is applied later.
         share = 1.0 if hidden.dtype == torch.float16 else mean
         # One buffer for the logits of all chunks.
-        logits = hidden.new_empty(min(rows, len(counted)), len(weight))
-        for number, index in enumerate(counted.split(rows)):
+        logits = hidden.new_empty(min(chunk_rows, len(labelled_rows)), len(weight))
+        for chunk_index, index in enumerate(labelled_rows.split(chunk_rows)):
             x = hidden[index]
             y = labels[index].unsqueeze(1)
-            chunk = _product(x, weight, bias, logits[: len(index)]).to(loss.dtype)
-            loss += _into_probabilities(chunk, y)
-            if wanted[0]:
+            chunk = _linear_into(x, weight, bias, logits[: len(index)]).to(loss.dtype)
+            loss += _softmax_and_sum_losses(chunk, y)
+            if wanted_gradients[0]:
                 # Probabilities less 1 at the label: the gradient of the sum of losses.
                 chunk.scatter_(1, y, chunk.gather(1, y) - 1)
                 narrow = chunk.to(x.dtype)
                 gradients[0].index_copy_(0, index, torch.mm(narrow, weight).mul_(share))
-                _add(gradients[1:], chunk, narrow, x, share, number == 0)
-        return loss / len(counted), *gradients, factor.fill_(mean / share)
+                _add_head_gradients(gradients[1:], chunk, narrow, x, share, chunk_index == 0)
+        return loss / len(labelled_rows), *gradients, factor.fill_(mean / share)
 
 
-def _outputs(
-    hidden: Tensor, weight: Tensor, bias: object, labels: object, rows: object, *wanted: bool
+def _allocate_outputs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: object,
+    labels: object,
+    rows: object,
+    *wanted_gradients: bool,
 ) -> tuple[Tensor, ...]:
     """Allocate the operator's outputs, not yet filled."""
     exact = torch.promote_types(hidden.dtype, torch.float32)
     # Zeros, because rows without a label have no gradient.
-    of_hidden = torch.zeros_like(hidden) if wanted[0] else hidden.new_empty(0)
-    of_weight = hidden.new_empty(weight.shape if wanted[1] else 0, dtype=exact)
-    of_bias = hidden.new_empty(len(weight) if wanted[2] else 0, dtype=exact)
+    of_hidden = torch.zeros_like(hidden) if wanted_gradients[0] else hidden.new_empty(0)
+    of_weight = hidden.new_empty(weight.shape if wanted_gradients[1] else 0, dtype=exact)
+    of_bias = hidden.new_empty(len(weight) if wanted_gradients[2] else 0, dtype=exact)
     return (
         hidden.new_zeros((), dtype=exact),
         of_hidden,
@@ -96,7 +119,7 @@ def _outputs(
     )
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+def _linear_into(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
     return (
         torch.mm(x, weight.t(), out=out)
         if bias is None
@@ -104,7 +127,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Ten
     )
 
 
-def _into_probabilities(logits: Tensor, labels: Tensor) -> Tensor:
+def _softmax_and_sum_losses(logits: Tensor, labels: Tensor) -> Tensor:
     """Apply softmax in place; return the sum of the losses."""
     # The loss is computed from the largest probability, whose logarithm is finite: the probability
     # of a label may be 0. `amax`, because `max` also returns the index and takes longer than all
@@ -115,27 +138,34 @@ def _into_probabilities(logits: Tensor, labels: Tensor) -> Tensor:
     return (largest - of_label - logits.amax(1, keepdim=True).log()).sum()
 
 
-def _add(
-    gradients: list[Tensor], of_logits: Tensor, narrow: Tensor, x: Tensor, share: float, first: bool
+def _add_head_gradients(
+    gradients: list[Tensor],
+    logit_gradients: Tensor,
+    narrow_gradients: Tensor,
+    hidden_rows: Tensor,
+    scale: float,
+    is_first_chunk: bool,
 ) -> None:
     """Add the part of a chunk to the gradients of weight and bias.
 
-    `narrow` is `of_logits` in the dtype of `x`. The first chunk overwrites the gradients.
+    `narrow_gradients` is `logit_gradients` in the dtype of `hidden_rows`. The first chunk overwrites the gradients.
     """
     of_weight, of_bias = gradients
     if of_bias.numel():
-        part = of_logits.sum(0).mul_(share)
-        of_bias.copy_(part) if first else of_bias.add_(part)
+        part = logit_gradients.sum(0).mul_(scale)
+        of_bias.copy_(part) if is_first_chunk else of_bias.add_(part)
     if not of_weight.numel():
         return
-    if x.dtype == of_weight.dtype:
-        of_weight.addmm_(narrow.t(), x, beta=0 if first else 1, alpha=share)
+    if hidden_rows.dtype == of_weight.dtype:
+        of_weight.addmm_(
+            narrow_gradients.t(), hidden_rows, beta=0 if is_first_chunk else 1, alpha=scale
+        )
         return
-    part = torch.mm(narrow.t(), x)
-    torch.mul(part, share, out=of_weight) if first else of_weight.add_(part, alpha=share)
+    part = torch.mm(narrow_gradients.t(), hidden_rows)
+    torch.mul(part, scale, out=of_weight) if is_first_chunk else of_weight.add_(part, alpha=scale)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _save_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     # The outputs are not differentiable themselves: so ctx may hold them without a reference cycle,
     # and autograd makes no zero gradients for them.
     ctx.mark_non_differentiable(*output[1:])
@@ -145,7 +175,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.dtype = inputs[1].dtype
 
 
-def _backward(ctx: Any, gradient: Tensor, *others: Any) -> tuple[Any, ...]:
+def _scale_gradients(ctx: Any, gradient: Tensor, *others: Any) -> tuple[Any, ...]:
     # The gradients are scaled in place below, so that they serve for one backward pass only.
     if ctx.gradients is None:
         raise RuntimeError(
@@ -154,10 +184,12 @@ def _backward(ctx: Any, gradient: Tensor, *others: Any) -> tuple[Any, ...]:
     (of_hidden, *of_head), ctx.gradients = ctx.gradients, None
     factor = gradient * ctx.factor
     if not _is_one(factor):
-        for each in (of_hidden, *of_head):
-            each.mul_(factor)
-    found = [of_hidden, *(each.to(ctx.dtype) for each in of_head)]
-    return *(each if each.numel() else None for each in found), *(None,) * 5
+        for head_gradient in (of_hidden, *of_head):
+            head_gradient.mul_(factor)
+    input_gradients = [of_hidden, *(head_gradient.to(ctx.dtype) for head_gradient in of_head)]
+    return *(
+        head_gradient if head_gradient.numel() else None for head_gradient in input_gradients
+    ), *(None,) * 5
 
 
 def _is_one(factor: Tensor) -> bool:
@@ -166,7 +198,7 @@ def _is_one(factor: Tensor) -> bool:
     return type(factor) is Tensor and factor.device.type == "cpu" and float(factor) == 1.0
 
 
-def _define() -> None:
+def _register_operator() -> None:
     bools = "bool of_hidden, bool of_weight, bool of_bias"
     tensors = ", ".join(["Tensor"] * 5)
     torch.library.define(
@@ -175,8 +207,8 @@ def _define() -> None:
         f"{bools}) -> ({tensors})",
     )
     torch.library.impl(OPERATOR, ("CPU", "CUDA"), _head_loss)
-    torch.library.register_fake(OPERATOR, _outputs)
-    torch.library.register_autograd(OPERATOR, _backward, setup_context=_keep)
+    torch.library.register_fake(OPERATOR, _allocate_outputs)
+    torch.library.register_autograd(OPERATOR, _scale_gradients, setup_context=_save_gradients)
 
 
-_define()
+_register_operator()

@@ -8,13 +8,13 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 
-def kept_on_host(weights: Iterable[torch.Tensor]) -> saved_tensors_hooks:
+def keep_on_host(weights: Iterable[torch.Tensor]) -> saved_tensors_hooks:
     """Return a context whose forward pass keeps its tensors in host memory, but for `weights`.
 
     As torch's save_on_cpu, which would copy the weights, too.
     """
     # A view of a weight, as its transpose, has the same storage.
-    resident = {each.untyped_storage().data_ptr() for each in weights}
+    resident = {weight.untyped_storage().data_ptr() for weight in weights}
 
     def pack(tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
         if tensor.untyped_storage().data_ptr() in resident:

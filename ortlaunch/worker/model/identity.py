@@ -11,14 +11,14 @@ import hashlib
 import torch
 from torch import nn
 
-from ortlaunch.worker.data.identity import identity as of_data
+from ortlaunch.worker.data.identity import data_identity as of_data
 from ortlaunch.worker.data.samples import Samples
 
 # Elements of each tensor in the fingerprint: another seed or another base changes nearly all.
 _ELEMENTS = 64
 
 
-def identity(samples: Samples | None, model: nn.Module) -> dict[str, dict[str, object]]:
+def training_identity(samples: Samples | None, model: nn.Module) -> dict[str, dict[str, object]]:
     """Return the identity as in a checkpoint, by the names of recipe/resume_rules.OTHER_RULES.
 
     Args:
@@ -26,15 +26,17 @@ def identity(samples: Samples | None, model: nn.Module) -> dict[str, dict[str, o
         model: the model, with whole parameters on the CPU.
     """
     data = {} if samples is None else {"data": of_data(samples)}
-    return {**data, "weights": {"frozen": of_frozen(model)}}
+    return {**data, "weights": {"frozen": frozen_fingerprint(model)}}
 
 
 @torch.no_grad()
-def of_frozen(model: nn.Module) -> str | None:
+def frozen_fingerprint(model: nn.Module) -> str | None:
     """Return a fingerprint of the frozen parameters; None if all are trained."""
     frozen = [(name, value) for name, value in model.named_parameters() if not value.requires_grad]
-    found = hashlib.blake2b(digest_size=8)
+    fingerprint = hashlib.blake2b(digest_size=8)
     for name, value in frozen:
-        some = value.reshape(-1)[:: max(1, value.numel() // _ELEMENTS)].float().cpu().contiguous()
-        found.update(f"{name} {tuple(value.shape)}".encode() + some.numpy().tobytes())
-    return found.hexdigest() if frozen else None
+        some_values = (
+            value.reshape(-1)[:: max(1, value.numel() // _ELEMENTS)].float().cpu().contiguous()
+        )
+        fingerprint.update(f"{name} {tuple(value.shape)}".encode() + some_values.numpy().tobytes())
+    return fingerprint.hexdigest() if frozen else None

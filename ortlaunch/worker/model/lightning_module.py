@@ -20,9 +20,9 @@ from ortlaunch.errors import EngineError, InputError
 from ortlaunch.launch_plan import Plan
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.worker.data.own import in_own_form
-from ortlaunch.worker.model.model import LossModule, loss_of
-from ortlaunch.worker.model.own_numbers import LOSS, ValueMeans, by_name
+from ortlaunch.worker.data.own import original_form
+from ortlaunch.worker.model.model import LossModule, required_loss
+from ortlaunch.worker.model.own_numbers import LOSS, ValueMeans, values_by_name
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
 _HOOKS = {
@@ -30,7 +30,7 @@ _HOOKS = {
     "on_validation_epoch_start", "on_validation_epoch_end",
 }  # fmt: skip
 # The parts of Lightning that a run calls, or that need no call.
-_KNOWN = _HOOKS | {
+_KNOWN_PARTS = _HOOKS | {
     "setup", "configure_model", "configure_optimizers", "training_step", "validation_step",
     "forward", "prepare_data", "train_dataloader", "val_dataloader",
 }  # fmt: skip
@@ -48,7 +48,7 @@ class RunTrainer:
 
     def __getattr__(self, name: str) -> Any:
         if name in ("global_step", "current_epoch") and torch.jit.is_tracing():
-            raise _fixed(f"self.{name}")
+            raise _fixed_value_error(f"self.{name}")
         if name.startswith("__") or name not in self.values:
             raise AttributeError(
                 f"self.trainer.{name} is not available in a run of ortlaunch; available are "
@@ -67,14 +67,16 @@ class RunTrainer:
             InputError: the value is not one number, or is to be reduced in another way.
         """
         if torch.jit.is_tracing() and isinstance(value, (int, float)):
-            raise _fixed(f"the Python number {value!r} that it logs as {name!r}")
-        number = torch.empty(0) if hasattr(value, "compute") else torch.as_tensor(value).detach()
-        if number.numel() != 1 or reduce_fx not in ("mean", torch.mean):
+            raise _fixed_value_error(f"the Python number {value!r} that it logs as {name!r}")
+        logged_value = (
+            torch.empty(0) if hasattr(value, "compute") else torch.as_tensor(value).detach()
+        )
+        if logged_value.numel() != 1 or reduce_fx not in ("mean", torch.mean):
             raise InputError(
                 f"self.log({name!r}): got {type(value).__name__} with reduce_fx {reduce_fx!r}; "
                 "log one number, of which metrics.jsonl has the mean; of a metric object its value"
             )
-        self.logged[name] = number.reshape(())
+        self.logged[name] = logged_value.reshape(())
 
     def log_dict(self, dictionary: Mapping[str, Any], *_: Any, **options: Any) -> None:
         """Record several values."""
@@ -86,14 +88,14 @@ class _Index:
     """The `batch_idx` of a traced pass: a graph cannot have it, so that any use is refused."""
 
     def _refuse(self, *_: object) -> Any:
-        raise _fixed("batch_idx")
+        raise _fixed_value_error("batch_idx")
 
     __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __bool__ = __hash__ = __add__ = __radd__ = \
         __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __floordiv__ = __mod__ = __int__ = \
         __index__ = __float__ = __str__ = __format__ = _refuse  # fmt: skip
 
 
-def _fixed(name: str) -> EngineError:
+def _fixed_value_error(name: str) -> EngineError:
     return EngineError(
         f"training_step reads {name}, which changes between passes, and a graph keeps its first "
         "value; read it in a hook, or train with engine.name=eager"
@@ -110,15 +112,15 @@ class LightningLoss(LossModule):
             name: len(inspect.signature(getattr(model, name)).parameters)
             for name in ("training_step", "validation_step")
         }
-        self._adopt()
+        self._attach_trainer()
         model.setup("fit")
         model.configure_model()
 
-    def _adopt(self) -> None:
+    def _attach_trainer(self) -> None:
         """Give the module, and the LightningModules inside it, this trainer."""
-        for each in self.model.modules():
-            if hasattr(each, "_trainer"):
-                vars(each).update(
+        for module in self.model.modules():
+            if hasattr(module, "_trainer"):
+                vars(module).update(
                     _trainer=self.trainer, log=self.trainer.log, log_dict=self.trainer.log_dict
                 )
 
@@ -144,22 +146,24 @@ class LightningLoss(LossModule):
             is_global_zero=group.rank == 0, default_root_dir=str(run), log_dir=str(run),
             logger=None, loggers=[], sanity_checking=False, indices=itertools.count(),
         )  # fmt: skip
-        for each in self.model.modules():
-            vars(each).update({"_device": group.device} if hasattr(each, "_device") else {})
+        for module in self.model.modules():
+            vars(module).update({"_device": group.device} if hasattr(module, "_device") else {})
 
     def _output(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         # A copy that an exporter makes has lost its trainer.
         if vars(self.model)["_trainer"] is None:
-            self._adopt()
+            self._attach_trainer()
         self.trainer.logged = {}
         # torch.compile would compile again for each index; a module that reads it runs in eager.
         traced = torch.jit.is_tracing() or torch.compiler.is_compiling()
         index = _Index() if traced else next(self.trainer.values["indices"])
         name = "training_step" if self.training else "validation_step"
         # Lightning, too, leaves out the index of a step that has no parameter for it.
-        output = getattr(self.model, name)(*(in_own_form(batch), index)[: self.parameters_of[name]])
+        output = getattr(self.model, name)(
+            *(original_form(batch), index)[: self.parameters_of[name]]
+        )
         validates = not self.training and not isinstance(output, torch.Tensor)
-        loss = self._validation_loss(output) if validates else loss_of(output)
+        loss = self._validation_loss(output) if validates else required_loss(output)
         return {**self.trainer.logged, LOSS: loss}
 
     def _validation_loss(self, output: Any) -> torch.Tensor:
@@ -168,39 +172,39 @@ class LightningLoss(LossModule):
         Raises:
             InputError: there is no such value, or there are several.
         """
-        values = {**self.trainer.logged, **by_name(output)}
+        values = {**self.trainer.logged, **values_by_name(output)}
         named = [name for name in values if LOSS in name.lower()] or [*values]
         if LOSS not in values and len(named) != 1:
             raise InputError(
                 f"{type(self.model).__name__}.validation_step returns no loss, and logs "
                 f"{' and '.join(named) or 'none'}: return the loss, or log it as 'val_loss'"
             )
-        return loss_of(values.get(LOSS, values[named[0]]))
+        return required_loss(values.get(LOSS, values[named[0]]))
 
-    def hook(self, name: str, into: ValueMeans) -> None:
+    def hook(self, name: str, value_means: ValueMeans) -> None:
         self.trainer.values["indices"] = itertools.count()
         self.trainer.logged = {}
         getattr(self.model, name)()
-        into.add({LOSS: torch.zeros(()), **self.trainer.logged}, 1.0)
-        into.keep()
+        value_means.add_pass({LOSS: torch.zeros(()), **self.trainer.logged}, 1.0)
+        value_means.keep_step()
 
-    def begin_step(self, step: int, seen: int, into: ValueMeans) -> None:
+    def begin_step(self, step: int, samples_seen: int, value_means: ValueMeans) -> None:
         values = self.trainer.values
-        epoch, within = divmod(seen, values["samples"])
+        epoch, samples_of_epoch = divmod(samples_seen, values["samples"])
         values.update(
             global_step=step,
             current_epoch=epoch,
             indices=itertools.count(
-                within * values["accumulate_grad_batches"] // values["global_samples"]
+                samples_of_epoch * values["accumulate_grad_batches"] // values["global_samples"]
             ),
         )
-        if within < values["global_samples"]:
-            self.hook("on_train_epoch_start", into)
+        if samples_of_epoch < values["global_samples"]:
+            self.hook("on_train_epoch_start", value_means)
 
-    def end_step(self, step: int, seen: int, into: ValueMeans) -> None:
+    def end_step(self, step: int, samples_seen: int, value_means: ValueMeans) -> None:
         self.trainer.values["global_step"] = step
-        if seen // self.trainer.values["samples"] > self.trainer.values["current_epoch"]:
-            self.hook("on_train_epoch_end", into)
+        if samples_seen // self.trainer.values["samples"] > self.trainer.values["current_epoch"]:
+            self.hook("on_train_epoch_end", value_means)
 
 
 def wrap_lightning(model: nn.Module) -> LightningLoss:
@@ -209,11 +213,11 @@ def wrap_lightning(model: nn.Module) -> LightningLoss:
     Raises:
         InputError: it is none, or overrides a part of Lightning that a run never calls.
     """
-    kind = type(model)
-    base = next((each for each in kind.__mro__ if each.__name__ == "LightningModule"), None)
+    module_class = type(model)
+    base = next((item for item in module_class.__mro__ if item.__name__ == "LightningModule"), None)
     if base is None:
         raise InputError(
-            f"model.factory returned {kind.__name__}; task lightning takes a LightningModule"
+            f"model.factory returned {module_class.__name__}; task lightning takes a LightningModule"
         )
     parts = {
         name: value
@@ -222,14 +226,18 @@ def wrap_lightning(model: nn.Module) -> LightningLoss:
         for name, value in vars(owner).items()
         if callable(value) and not name.startswith("_")
     }
-    own = {name for name in parts if getattr(kind, name) is not getattr(base, name)} | (
-        set() if model.automatic_optimization else {"automatic_optimization"}
-    )
+    overridden_parts = {
+        name for name in parts if getattr(module_class, name) is not getattr(base, name)
+    } | (set() if model.automatic_optimization else {"automatic_optimization"})
     # Those of Lightning's other loops are no part of its `fit` either.
-    never = sorted(each for each in own - _KNOWN if "test" not in each and "predict" not in each)
-    if never or "training_step" not in own:
+    uncalled_parts = sorted(
+        item
+        for item in overridden_parts - _KNOWN_PARTS
+        if "test" not in item and "predict" not in item
+    )
+    if uncalled_parts or "training_step" not in overridden_parts:
         raise InputError(
-            f"{kind.__name__} has no training_step, or has {', '.join(never) or 'no other part'}, "
+            f"{module_class.__name__} has no training_step, or has {', '.join(uncalled_parts) or 'no other part'}, "
             f"which a run of ortlaunch never calls; it calls {', '.join(sorted(_HOOKS))}; "
             "Lightning's own Trainer runs an ORTModule, too (docs/lightning.md)"
         )

@@ -16,7 +16,7 @@ import torch
 from ortlaunch.recipe import Recipe
 from ortlaunch.worker.data import IGNORED, Batches
 from ortlaunch.worker.data.reading import DataError
-from ortlaunch.worker.model.chunked_head import shifts
+from ortlaunch.worker.model.chunked_head import predicts_next_token
 from ortlaunch.worker.model.model import LossModule
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
@@ -34,23 +34,23 @@ class LossWeight:
 
     def __init__(self, recipe: Recipe, model: LossModule) -> None:
         traits = recipe.model.traits
-        self.declared = recipe.train.loss_weight is not None
+        self.is_declared = recipe.train.loss_weight is not None
         self.by = recipe.train.loss_weight or ("samples" if traits.is_own else "labels")
-        self.shifted = shifts(model)
+        self.shifted = predicts_next_token(model)
         # Our own corpus may have documents shorter than a sample: there the labels are the weight,
         # as the recipe's field describes.
-        self.two_means = traits.pairs and recipe.data.is_custom and not self.declared
+        self.two_means = traits.pairs and recipe.data.is_custom and not self.is_declared
         self.varies = recipe.data.is_custom and self.by != "samples"
         self.key = None if self.by in ("samples", "labels") else self.by
         # The steps of a LightningModule get the whole batch.
-        self.taken_out = (
+        self.is_key_removed = (
             not traits.wrapper
             and self.key
             and self.key not in inspect.signature(model.model.forward).parameters
         )
 
-    def passes(
-        self, batches: Batches, step: int, group: DistributedContext
+    def weighted_micro_batches(
+        self, batches: Batches, step_index: int, group: DistributedContext
     ) -> Iterator[tuple[Batch, float]]:
         """Yield this rank's micro batches of a step, each with the factor for its loss.
 
@@ -59,60 +59,72 @@ class LossWeight:
 
         Args:
             batches: the run's batches.
-            step: the number of the step, from 0.
+            step_index: the number of the step, from 0.
             group: the ranks of the run.
 
         Raises:
             DataError: a weight is negative or not finite, or all weights of the step sum to 0.
         """
-        numbers = range(batches.batch.accumulation_steps)
+        pass_indices = range(batches.batch.accumulation_steps)
         if not (
             self.varies or (getattr(batches.samples, "varies", False) and self.by != "samples")
         ):
-            yield from ((batches.micro_batch(step, number, group.rank), 1.0) for number in numbers)
+            yield from (
+                (batches.micro_batch(step_index, pass_index, group.rank), 1.0)
+                for pass_index in pass_indices
+            )
             return
-        taken = [batches.micro_batch(step, number, group.rank) for number in numbers]
-        mine = [
-            self.of(batch, batches.indices(step, i, group.rank)) for i, batch in enumerate(taken)
+        micro_batches = [
+            batches.micro_batch(step_index, pass_index, group.rank) for pass_index in pass_indices
         ]
-        weights = [weight for of_rank in group.gather_numbers(mine) for weight in of_rank]
+        rank_weights = [
+            self.batch_weight(batch, batches.sample_indices(step_index, i, group.rank))
+            for i, batch in enumerate(micro_batches)
+        ]
+        weights = [weight for of_rank in group.gather_numbers(rank_weights) for weight in of_rank]
         # fsum is exact, so that equal weights give a factor of exactly 1.
         total = math.fsum(weights)
         if not total:
-            raise self._nothing(batches, step)
+            raise self._no_weight_error(batches, step_index)
         if self.two_means and len(set(weights)) > 1:
             raise _TWO_MEANS
-        yield from ((batch, weight * len(weights) / total) for batch, weight in zip(taken, mine))
+        yield from (
+            (batch, weight * len(weights) / total)
+            for batch, weight in zip(micro_batches, rank_weights)
+        )
 
-    def _nothing(self, batches: Batches, step: int) -> DataError:
-        samples = ", ".join(map(str, batches.indices_of_step(step)))
+    def _no_weight_error(self, batches: Batches, step_index: int) -> DataError:
+        samples = ", ".join(map(str, batches.indices_of_step(step_index)))
         return DataError(
-            f"step {step + 1}: no sample counts: the sum of {self._named} is 0 in samples {samples}"
+            f"step {step_index + 1}: no sample counts: the sum of {self._weight_name} is 0 in samples {samples}"
         )
 
-    def of(self, batch: Batch, samples: Sequence[int]) -> float:
-        """Return the weight of a micro batch; `samples` are its indices, for the error message."""
-        if self.by == "labels" and ("labels" in batch or self.declared):
-            return float(self._labels(self._value(batch, "labels")))
+    def batch_weight(self, batch: Batch, sample_indices: Sequence[int]) -> float:
+        """Return the weight of a micro batch; `sample_indices` are its indices, for the error message."""
+        if self.by == "labels" and ("labels" in batch or self.is_declared):
+            return float(self._label_count(self._required_value(batch, "labels")))
         if self.key is None:
-            return float(len(samples))
-        each = self._value(batch, self.key).double().reshape(len(samples), -1).sum(1)
-        bad = next(
-            (i for i, weight in enumerate(each.tolist()) if not 0 <= weight < math.inf), None
+            return float(len(sample_indices))
+        sample_weights = (
+            self._required_value(batch, self.key).double().reshape(len(sample_indices), -1).sum(1)
         )
-        if bad is not None:
+        bad_index = next(
+            (i for i, weight in enumerate(sample_weights.tolist()) if not 0 <= weight < math.inf),
+            None,
+        )
+        if bad_index is not None:
             raise DataError(
-                f"train.loss_weight: {self.key!r} of sample {samples[bad]} is "
-                f"{float(each[bad]):g}; a weight is 0 or more"
+                f"train.loss_weight: {self.key!r} of sample {sample_indices[bad_index]} is "
+                f"{float(sample_weights[bad_index]):g}; a weight is 0 or more"
             )
-        return math.fsum(each.tolist())
+        return math.fsum(sample_weights.tolist())
 
-    def prepared(self, batch: Batch) -> Batch:
+    def prepare_batch(self, batch: Batch) -> Batch:
         """Return a batch for the model: without our own key, and with at least one label."""
-        if self.taken_out:
+        if self.is_key_removed:
             batch = {name: value for name, value in batch.items() if name != self.key}
         labels = batch.get("labels")
-        if self.by != "labels" or labels is None or self._labels(labels):
+        if self.by != "labels" or labels is None or self._label_count(labels):
             return batch
         # The mean over no label is nan, and 0 times nan is nan, too. The weight of this micro batch
         # is 0, so that the added label does not count.
@@ -120,7 +132,7 @@ class LossWeight:
         labels.view(len(labels), -1)[0, -1] = 0
         return {**batch, "labels": labels}
 
-    def _labels(self, labels: torch.Tensor) -> int:
+    def _label_count(self, labels: torch.Tensor) -> int:
         """Return the number of labels that the loss counts."""
         # Labels of a regression: all of them count.
         if labels.is_floating_point():
@@ -128,7 +140,7 @@ class LossWeight:
         counted = labels[..., 1 if self.shifted and labels.dim() > 1 else 0 :] != IGNORED
         return int(torch.count_nonzero(counted))
 
-    def _value(self, batch: Batch, key: str) -> torch.Tensor:
+    def _required_value(self, batch: Batch, key: str) -> torch.Tensor:
         if key not in batch:
             raise DataError(
                 f"train.loss_weight: got {self.by}, and a batch has no {key!r}; "
@@ -137,5 +149,5 @@ class LossWeight:
         return batch[key]
 
     @property
-    def _named(self) -> str:
+    def _weight_name(self) -> str:
         return "counted labels" if self.key is None else repr(self.key)

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 # Names of the formats by the bits of their mantissa.
 _FORMATS = {7: "bfloat16", 10: "tensorfloat32", 23: "float32"}
 # Small matmuls do not use the fast units.
-_SIZE = 256
+_TEST_SIZE = 256
 # Models whose matrices are all smaller stay with MKL: a call of oneDNN costs about ten microseconds
 # more.
-_WIDE = 96
+_LEAST_WIDTH = 96
 _PRODUCTS = (
     torch.matmul,
     torch.Tensor.matmul,
@@ -41,29 +41,29 @@ _PRODUCTS = (
 
 
 @contextlib.contextmanager
-def matmul_precision(word: str) -> Iterator[None]:
+def use_matmul_precision(precision: str) -> Iterator[None]:
     """Set the precision of float32 matmuls while the context is open: highest, high or medium."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(word)
+    former_precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.set_float32_matmul_precision(former_precision)
 
 
-def mantissa_bits(device: torch.device) -> int:
+def measure_mantissa_bits(device: torch.device) -> int:
     """Measure the mantissa bits of a float32 matmul on this device: 23, 10 (TF32) or 7 (bf16)."""
     # Column k of the matrix is 1 + 2^-k. Multiplied by the identity it stays equal as long as bit k
     # is kept.
     columns = 1 + 2.0 ** -torch.arange(1, 24, device=device)
-    matrix = torch.ones(_SIZE, _SIZE, device=device)
+    matrix = torch.ones(_TEST_SIZE, _TEST_SIZE, device=device)
     matrix[:, : len(columns)] = columns
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        kept = torch.eye(_SIZE, device=device) @ matrix == matrix
-    return int(kept.all(0)[: len(columns)].sum())
+        is_kept = torch.eye(_TEST_SIZE, device=device) @ matrix == matrix
+    return int(is_kept.all(0)[: len(columns)].sum())
 
 
-def multiply_by_onednn(recipe: Recipe, model: nn.Module, device: torch.device) -> bool:
+def use_onednn_if_faster(recipe: Recipe, model: nn.Module, device: torch.device) -> bool:
     """Use oneDNN instead of MKL for float32 matmuls if `engine.onednn` requires it or it is faster.
 
     Returns:
@@ -72,66 +72,75 @@ def multiply_by_onednn(recipe: Recipe, model: nn.Module, device: torch.device) -
     Raises:
         EngineError: `engine.onednn` is true, and a matmul keeps fewer bits than float32 has.
     """
-    asked = recipe.engine.onednn
-    if not (_onednn_pays(recipe, model, device) if asked is None else asked):
+    requested = recipe.engine.onednn
+    if not (_is_onednn_faster(recipe, model, device) if requested is None else requested):
         return False
     # Torch calls oneDNN at its setting `medium`. This does not lower the precision on processors
     # without a bfloat16 unit inside float32 matmuls: so measure it.
     torch.set_float32_matmul_precision("medium")
-    if (bits := mantissa_bits(device)) == 23:
+    if (bits := measure_mantissa_bits(device)) == 23:
         return True
     torch.set_float32_matmul_precision("highest")
     if recipe.engine.onednn:
-        form = _FORMATS.get(bits, f"{bits} bits")
+        format_name = _FORMATS.get(bits, f"{bits} bits")
         raise EngineError(
             "engine.onednn: true: on this processor oneDNN computes the float32 matmul in "
-            f"{form}; set engine.matmul_precision: medium if that is intended, else leave it out"
+            f"{format_name}; set engine.matmul_precision: medium if that is intended, else leave it out"
         )
     return False
 
 
-def _onednn_pays(recipe: Recipe, model: nn.Module, device: torch.device) -> bool:
+def _is_onednn_faster(recipe: Recipe, model: nn.Module, device: torch.device) -> bool:
     exact = not recipe.format.is_narrow and recipe.engine.matmul_precision == "highest"
     if not exact or device.type != "cpu" or not machine.is_onednn_faster():
         return False
     if recipe.engine.name == "ort" and ort_multiplies(recipe):
         return False
-    return any(p.ndim == 2 and min(p.shape) >= _WIDE for p in model.parameters())
+    return any(p.ndim == 2 and min(p.shape) >= _LEAST_WIDTH for p in model.parameters())
 
 
-def describe(asked: str, device: torch.device, onednn: bool = False) -> MatmulPrecision:
+def matmul_precision_record(
+    requested: str, device: torch.device, uses_onednn: bool = False
+) -> MatmulPrecision:
     """Return the record for engine.json.
 
     It has the requested precision, torch's setting, the measured bits of a matmul on this rank, and
     the reason if the requested precision saves no bits.
     """
-    bits = mantissa_bits(device)
-    gains_nothing = asked != "highest" and bits == 23
-    why = (
-        machine.reason_lower_precision_is_no_faster(asked)
+    bits = measure_mantissa_bits(device)
+    gains_nothing = requested != "highest" and bits == 23
+    no_gain_reason = (
+        machine.reason_lower_precision_is_no_faster(requested)
         if device.type == "cpu"
         else "this GPU has no TensorFloat32"
     )
     in_force = torch.get_float32_matmul_precision()
-    form = _FORMATS.get(bits, f"{bits} bits")
-    return MatmulPrecision(asked, in_force, bits, form, why if gains_nothing else None, onednn)
+    format_name = _FORMATS.get(bits, f"{bits} bits")
+    return MatmulPrecision(
+        requested,
+        in_force,
+        bits,
+        format_name,
+        no_gain_reason if gains_nothing else None,
+        uses_onednn,
+    )
 
 
-def keep_positions_exact(model: nn.Module) -> None:
+def multiply_positions_elementwise(model: nn.Module) -> None:
     """Make rotary embeddings multiply positions by frequencies elementwise, not by a matmul."""
     # In bfloat16 position 257 becomes 256, in TF32 2049 becomes 2048 (transformers issue 48428).
     # transformers 5.23 multiplies elementwise itself.
     for module in model.modules():
         if any("inv_freq" in name for name, _ in module.named_buffers(recurse=False)):
-            module.forward = functools.partial(_by_elements, module.forward)
+            module.forward = functools.partial(_forward_elementwise, module.forward)
 
 
-def _by_elements(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> object:
-    with _ByElements():
+def _forward_elementwise(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> object:
+    with _ElementwiseMode():
         return forward(*args, **kwargs)
 
 
-class _ByElements(TorchFunctionMode):
+class _ElementwiseMode(TorchFunctionMode):
     """A mode that replaces matmuls with an inner dimension of 1 by elementwise multiplication."""
 
     def __torch_function__(

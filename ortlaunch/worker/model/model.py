@@ -24,23 +24,23 @@ from ortlaunch.recipe.fields.model import Lora
 from ortlaunch.recipe.inputs import files_read, padded_vocabulary, require_no_pointers
 from ortlaunch.recipe.text.words import closest
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.worker.data import LoadedData, call
-from ortlaunch.worker.data.own import find, seed_generators
+from ortlaunch.worker.data import LoadedData, call_user_function
+from ortlaunch.worker.data.own import load_user_function, seed_generators
 from ortlaunch.worker.data.streams.hub import hub_reason
-from ortlaunch.worker.data.tokenizer import pinned, tokens_without_weights
+from ortlaunch.worker.data.tokenizer import pinned_folder, tokens_without_weights
 from ortlaunch.worker.data.vocabulary import labels_of_recipe
 from ortlaunch.worker.model import packing
 from ortlaunch.worker.model.chunked_head import ChunkedHead
-from ortlaunch.worker.model.host_memory import kept_on_host
-from ortlaunch.worker.model.own_numbers import LOSS, ValueMeans, numbers_of
-from ortlaunch.worker.model.parameter_groups import freeze
-from ortlaunch.worker.model.pretrained import Loaded, load_pretrained
+from ortlaunch.worker.model.host_memory import keep_on_host
+from ortlaunch.worker.model.own_numbers import LOSS, ValueMeans, scalar_values
+from ortlaunch.worker.model.parameter_groups import freeze_matching
+from ortlaunch.worker.model.pretrained import LoadedNames, load_pretrained
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-_SPECIAL_WORDS = (
+_SPECIAL_TOKEN_FIELDS = (
     "pad_token_id",
     "bos_token_id",
     "eos_token_id",
@@ -57,7 +57,7 @@ _SCORES = ("logits", "prediction_logits", "seq_relationship_logits")
 class LossModule(nn.Module):
     """A model whose forward returns its scalar loss, or a dictionary of the loss and more values.
 
-    `loss_in` and `ValueMeans` read the loss and the values from this output.
+    `loss_of_engine_output` and `ValueMeans` read the loss and the values from this output.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -67,7 +67,7 @@ class LossModule(nn.Module):
         """The model's own `use_cache`; None if it has none."""
         self.tokenizer: Any = None
         """The tokenizer of the data; None for custom data."""
-        self.loaded: Loaded | None = None
+        self.loaded: LoadedNames | None = None
         self.chunked: ChunkedHead | None = None
         self.has_numbers = False
         """Whether values that the model returns beside its loss are logged.
@@ -84,59 +84,61 @@ class LossModule(nn.Module):
 
     def forward(self, **batch: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
         if self.offloads and self.training:
-            with kept_on_host(self.model.parameters()):
-                return self._loss(batch)
-        return self._loss(batch)
+            with keep_on_host(self.model.parameters()):
+                return self._loss_and_values(batch)
+        return self._loss_and_values(batch)
 
-    def _loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor | dict[str, torch.Tensor]:
+    def _loss_and_values(
+        self, batch: dict[str, torch.Tensor]
+    ) -> torch.Tensor | dict[str, torch.Tensor]:
         if packing.DOCUMENTS in batch:
-            batch = packing.separated(batch, self.model)
+            batch = packing.separate_documents(batch, self.model)
         if self.chunked is not None:
-            loss, output = self.chunked.loss(self.model, batch, self.training)
+            loss, output = self.chunked.loss_and_output(self.model, batch, self.training)
         else:
             output = self._output(batch)
-            loss = loss_of(output)
-        beside = numbers_of(output) if self.has_numbers else {}
+            loss = required_loss(output)
+        other_values = scalar_values(output) if self.has_numbers else {}
         # ONNX Runtime does not permit an output that depends on no input.
         if torch.jit.is_tracing():
-            beside = {name: value + 0 * loss.detach() for name, value in beside.items()}
+            other_values = {name: value + 0 * loss.detach() for name, value in other_values.items()}
         if self.evaluates_with_scores and not self.training:
-            beside |= {name: output[name] for name in _SCORES if name in output}
-        return {LOSS: loss, **beside} if beside else loss
+            other_values |= {name: output[name] for name in _SCORES if name in output}
+        return {LOSS: loss, **other_values} if other_values else loss
 
     def _output(self, batch: dict[str, torch.Tensor]) -> Any:
         return self.model(**batch)
 
     def attach(
-        self, recipe: Recipe, plan: Plan, run: RunDir, group: DistributedContext, samples: int,
-        step: int,
+        self, recipe: Recipe, plan: Plan, run: RunDir, group: DistributedContext, sample_count: int,
+        first_step: int,
     ) -> None:  # fmt: skip
         """Give a LightningModule the sizes of its run and the step of its weights."""
 
-    def hook(self, name: str, into: ValueMeans) -> None:
+    def hook(self, hook_name: str, value_means: ValueMeans) -> None:
         """Call a hook of a LightningModule; other models have none.
 
         Args:
-            name: the hook's name.
-            into: counts the values that the hook logs.
+            hook_name: the hook's name.
+            value_means: counts the values that the hook logs.
         """
 
-    def begin_step(self, step: int, seen: int, into: ValueMeans) -> None:
-        """Move a LightningModule to `step`, from 0, before which the run used `seen` samples."""
+    def begin_step(self, step: int, samples_seen: int, value_means: ValueMeans) -> None:
+        """Move a LightningModule to `step`, from 0, before which the run used `samples_seen` samples."""
 
-    def end_step(self, step: int, seen: int, into: ValueMeans) -> None:
+    def end_step(self, step: int, samples_seen: int, value_means: ValueMeans) -> None:
         """Move a LightningModule to the end of a step, the run's `step`-th, from 1."""
 
-    def chunk(self, chunked: ChunkedHead | None) -> None:
+    def chunk(self, chunked_head: ChunkedHead | None) -> None:
         """Compute head and loss in chunks from now on; with None, as the model itself does."""
         if self.chunked is not None:
-            self.chunked.close(self.model)
-        self.chunked = chunked
-        if chunked is not None:
-            chunked.open(self.model)
+            self.chunked.restore_head(self.model)
+        self.chunked = chunked_head
+        if chunked_head is not None:
+            chunked_head.skip_head(self.model)
 
 
-def require_arguments(
+def require_forward_arguments(
     model: nn.Module, batch: Mapping[str, object], weight_key: str | None = None
 ) -> None:
     """Check that the forward function of a user's model takes the values of a batch.
@@ -165,7 +167,7 @@ def require_arguments(
 
 
 @contextlib.contextmanager
-def whole_logits(module: nn.Module) -> Iterator[None]:
+def disable_chunked_head(module: nn.Module) -> Iterator[None]:
     """Disable a LossModule's chunked head while the context is open; leave other modules as is."""
     chunked = getattr(module, "chunked", None)
     if not isinstance(module, LossModule) or chunked is None:
@@ -178,26 +180,26 @@ def whole_logits(module: nn.Module) -> Iterator[None]:
         module.chunk(chunked)
 
 
-def loss_of(output: Any) -> torch.Tensor:
+def required_loss(output: Any) -> torch.Tensor:
     """Return the loss in a model's output: the output itself, its `loss`, or a tuple's first item.
 
     Raises:
         InputError: there is no loss, or it is not a scalar.
     """
-    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
-    if isinstance(found, (tuple, list)) and found:
-        found = found[0]
-    if not isinstance(found, torch.Tensor) or found.dim():
-        what = (
-            f"a tensor of shape {tuple(found.shape)}"
-            if isinstance(found, torch.Tensor)
-            else type(found).__name__
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
+    if isinstance(loss, (tuple, list)) and loss:
+        loss = loss[0]
+    if not isinstance(loss, torch.Tensor) or loss.dim():
+        description = (
+            f"a tensor of shape {tuple(loss.shape)}"
+            if isinstance(loss, torch.Tensor)
+            else type(loss).__name__
         )
         raise InputError(
-            f"the model's forward must return its loss, a scalar; got {what} in "
+            f"the model's forward must return its loss, a scalar; got {description} in "
             f"{type(output).__name__}"
         )
-    return found
+    return loss
 
 
 def build_model(recipe: Recipe, data: LoadedData) -> LossModule:
@@ -209,7 +211,7 @@ def build_model(recipe: Recipe, data: LoadedData) -> LossModule:
     generates_with_cache = None
     loaded = None
     if recipe.model.traits.is_own:
-        model = call(
+        model = call_user_function(
             "model.factory", str(recipe.model.factory), recipe.model.arguments, recipe.seed
         )
         if not isinstance(model, nn.Module):
@@ -217,33 +219,33 @@ def build_model(recipe: Recipe, data: LoadedData) -> LossModule:
                 f"model.factory returned {type(model).__name__}; it must return a torch.nn.Module"
             )
         model = _compile_in_place(model)
-        _refuse_sparse(recipe, model)
+        _refuse_sparse_gradients(recipe, model)
     else:
-        model, loaded = _transformers_model(recipe, data)
+        model, loaded = _create_transformers_model(recipe, data)
         # transformers derives it from the class's name. For GPT2LMHeadModel it finds None, and
         # prints that None is unrecognized.
         vars(model)["loss_type"] = getattr(model, "loss_type", None) or "ForCausalLM"
-        generates_with_cache = _train_without_cache(model)
+        generates_with_cache = _switch_cache_off(model)
     if recipe.model.lora:
         if loaded is not None and data.tokenizer is not None:
             _refuse_frozen_tokens(recipe, recipe.model.lora, data, model)
-        model = _with_adapters(model, recipe.model.lora, recipe.model.task)
+        model = _add_adapters(model, recipe.model.lora, recipe.model.task)
     if recipe.model.freeze:
-        freeze(model, recipe.model.freeze)
+        freeze_matching(model, recipe.model.freeze)
     # After the adapters: with checkpointing on, peft would change the embeddings' output.
     if recipe.model.gradient_checkpointing:
-        _checkpoint_gradients(model)
+        _enable_checkpointing(model)
     if recipe.data.separates_documents:
-        packing.require_separate(model)
+        packing.require_separate_documents(model)
     traits = recipe.model.traits
-    wrap = find("model.task", traits.wrapper) if traits.wrapper else LossModule
-    whole: LossModule = wrap(model.train())
-    whole.generates_with_cache = generates_with_cache
-    whole.tokenizer = data.tokenizer
-    whole.loaded = loaded
-    whole.has_numbers = traits.is_own
-    whole.offloads = recipe.model.offload_activations
-    return whole
+    wrap = load_user_function("model.task", traits.wrapper) if traits.wrapper else LossModule
+    loss_module: LossModule = wrap(model.train())
+    loss_module.generates_with_cache = generates_with_cache
+    loss_module.tokenizer = data.tokenizer
+    loss_module.loaded = loaded
+    loss_module.has_numbers = traits.is_own
+    loss_module.offloads = recipe.model.offload_activations
+    return loss_module
 
 
 def _compile_in_place(model: nn.Module) -> nn.Module:
@@ -254,26 +256,26 @@ def _compile_in_place(model: nn.Module) -> nn.Module:
     """
     for part in list(model.modules()):
         layers = vars(part)["_modules"]
-        layers.update({name: _without_wrapper(layer) for name, layer in layers.items()})
-    whole: nn.Module = _without_wrapper(model)
-    return whole
+        layers.update({name: _unwrap_compiled(layer) for name, layer in layers.items()})
+    unwrapped: nn.Module = _unwrap_compiled(model)
+    return unwrapped
 
 
-def _without_wrapper(layer: Any) -> Any:
+def _unwrap_compiled(layer: Any) -> Any:
     if type(layer).__name__ != "OptimizedModule":
         return layer
     inner = vars(layer)["_modules"]["_orig_mod"]
 
     # torch would not compile `_call_impl` itself of its own layers.
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call_inner(*args: Any, **kwargs: Any) -> Any:
         return inner._call_impl(*args, **kwargs)
 
     # As `inner.compile()` sets it, with the settings that the wrapper was made with.
-    inner._compiled_call_impl = layer.dynamo_ctx(call)
+    inner._compiled_call_impl = layer.dynamo_ctx(call_inner)
     return inner
 
 
-def _refuse_sparse(recipe: Recipe, model: nn.Module) -> None:
+def _refuse_sparse_gradients(recipe: Recipe, model: nn.Module) -> None:
     """Refuse layers with sparse gradients, unless the optimizer is torch's plain SGD.
 
     Raises:
@@ -282,8 +284,10 @@ def _refuse_sparse(recipe: Recipe, model: nn.Module) -> None:
     sparse = [
         name for name, part in model.named_modules() if getattr(part, "sparse", False) is True
     ]
-    own = recipe.optimizer
-    is_plain = own.name == "sgd" and not (own.momentum or own.weight_decay or recipe.zero)
+    optimizer_settings = recipe.optimizer
+    is_plain = optimizer_settings.name == "sgd" and not (
+        optimizer_settings.momentum or optimizer_settings.weight_decay or recipe.zero
+    )
     if sparse and not (is_plain and recipe.train.max_grad_norm is None):
         raise InputError(
             f"model: {sparse[0]} has sparse gradients, which only optimizer.name=sgd takes, without "
@@ -291,25 +295,25 @@ def _refuse_sparse(recipe: Recipe, model: nn.Module) -> None:
         )
 
 
-def _train_without_cache(model: nn.Module) -> bool | None:
+def _switch_cache_off(model: nn.Module) -> bool | None:
     """Switch off the cache of keys and values; return the model's own `use_cache`.
 
     The cache is useful for generation only. The export restores the model's own value.
     """
-    found = (getattr(part, "config", None) for part in model.modules())
-    configs = {id(config): config for config in found if config is not None}
-    own: list[bool | None] = [
+    part_configs = (getattr(part, "config", None) for part in model.modules())
+    configs = {id(config): config for config in part_configs if config is not None}
+    own_values: list[bool | None] = [
         config.use_cache for config in configs.values() if hasattr(config, "use_cache")
     ]
     _set_use_cache(list(configs.values()), False)
-    return own[0] if own else None
+    return own_values[0] if own_values else None
 
 
-def give_back_cache(model: Any, own: bool | None) -> None:
+def restore_cache_setting(model: Any, own_use_cache: bool | None) -> None:
     """Restore the model's own `use_cache`, which training had switched off."""
     config = getattr(model, "config", None)
-    if config is not None and own is not None:
-        _set_use_cache((config, config.get_text_config()), own)
+    if config is not None and own_use_cache is not None:
+        _set_use_cache((config, config.get_text_config()), own_use_cache)
 
 
 def _set_use_cache(configs: Iterable[Any], value: bool) -> None:
@@ -319,7 +323,7 @@ def _set_use_cache(configs: Iterable[Any], value: bool) -> None:
             config.use_cache = value
 
 
-def _checkpoint_gradients(model: nn.Module) -> None:
+def _enable_checkpointing(model: nn.Module) -> None:
     """Make the model recompute its layers in the backward pass."""
     try:
         is_transformers = hasattr(model, "supports_gradient_checkpointing")
@@ -336,18 +340,20 @@ def _checkpoint_gradients(model: nn.Module) -> None:
         raise InputError(f"model.gradient_checkpointing: {error}") from None
 
 
-def _transformers_model(recipe: Recipe, data: LoadedData) -> tuple[nn.Module, Loaded | None]:
+def _create_transformers_model(
+    recipe: Recipe, data: LoadedData
+) -> tuple[nn.Module, LoadedNames | None]:
     import transformers
 
-    config = config_of(recipe, data)
-    attention = attention_of(recipe)
+    config = build_model_config(recipe, data)
+    attention = attention_implementation(recipe)
     auto = getattr(transformers, recipe.model.traits.auto_class)
     try:
         if recipe.model.pretrained is None:
             return auto.from_config(config, attn_implementation=attention), None
         return load_pretrained(
-            auto, pinned(recipe.model.pretrained), config, new_head=recipe.model.traits.has_new_head,
-            partial=recipe.model.allow_partial, attn_implementation=attention, torch_dtype=torch.float32,
+            auto, pinned_folder(recipe.model.pretrained), config, has_new_head=recipe.model.traits.has_new_head,
+            allows_partial=recipe.model.allow_partial, attn_implementation=attention, torch_dtype=torch.float32,
         )  # fmt: skip
     except (OSError, ValueError) as error:
         reason = hub_reason(error, str(recipe.model.pretrained))
@@ -357,7 +363,7 @@ def _transformers_model(recipe: Recipe, data: LoadedData) -> tuple[nn.Module, Lo
         raise InputError(f"model.config: {type(error).__name__}: {error}") from error
 
 
-def config_of(recipe: Recipe, data: LoadedData) -> Any:
+def build_model_config(recipe: Recipe, data: LoadedData) -> Any:
     """Return the config of a model of transformers, without its weights.
 
     Raises:
@@ -367,54 +373,58 @@ def config_of(recipe: Recipe, data: LoadedData) -> Any:
 
     fields = dict(recipe.model.config or {})
     source = recipe.model.pretrained
-    kind = fields.pop("model_type", None)
+    model_type = fields.pop("model_type", None)
     require_no_pointers(files_read("model.pretrained", str(source)))
     try:
         config = (
-            AutoConfig.for_model(kind)
+            AutoConfig.for_model(model_type)
             if source is None
-            else AutoConfig.from_pretrained(pinned(source))
+            else AutoConfig.from_pretrained(pinned_folder(source))
         )
     except (OSError, ValueError) as error:
         if source is None:
-            raise InputError(f"model.config.model_type: transformers knows no {kind!r}") from None
+            raise InputError(
+                f"model.config.model_type: transformers knows no {model_type!r}"
+            ) from None
         raise InputError(f"model.pretrained: got {source}: {hub_reason(error, source)}") from None
-    if kind not in (None, config.model_type):
+    if model_type not in (None, config.model_type):
         raise InputError(
-            f"model.config.model_type: got {kind}, and model.pretrained is of type "
+            f"model.config.model_type: got {model_type}, and model.pretrained is of type "
             f"{config.model_type}"
         )
-    _refuse_unknown(fields, config)
+    _refuse_unknown_fields(fields, config)
     if data.class_names and fields.setdefault("num_labels", len(data.class_names)) != len(
         data.class_names
     ):
-        told = f"got {fields['num_labels']}, and the labels have {len(data.class_names)} names"
-        raise InputError(f"model.config.num_labels: {told}")
-    given = labels_of_recipe(recipe)
-    if data.label_names and given and set(data.label_names) != given.keys():
-        told = f"got {', '.join(given)}, and the labels are {', '.join(data.label_names)}"
+        problem = f"got {fields['num_labels']}, and the labels have {len(data.class_names)} names"
+        raise InputError(f"model.config.num_labels: {problem}")
+    recipe_labels = labels_of_recipe(recipe)
+    if data.label_names and recipe_labels and set(data.label_names) != recipe_labels.keys():
+        problem = (
+            f"got {', '.join(recipe_labels)}, and the labels are {', '.join(data.label_names)}"
+        )
         raise InputError(
-            f"model.config.{'label2id' if 'label2id' in fields else 'id2label'}: {told}"
+            f"model.config.{'label2id' if 'label2id' in fields else 'id2label'}: {problem}"
         )
     if recipe.model.traits.label == "number":
         fields = {**fields, "num_labels": 1, "problem_type": "regression"}
-    fields = {**_from_data(recipe, data, config), **fields}
+    fields = {**_config_fields_from_data(recipe, data, config), **fields}
     try:
         if source is None:
-            config = AutoConfig.for_model(kind, **fields)
+            config = AutoConfig.for_model(model_type, **fields)
         else:
             config.update(fields)
     # A wrong value may raise any exception in transformers.
     except Exception as error:
         raise InputError(f"model.config: {' '.join(str(error).split())}") from None
-    refuse_too_small(recipe, data, config)
+    refuse_data_beyond_model(recipe, data, config)
     return config
 
 
-def _refuse_unknown(fields: Json, config: PreTrainedConfig) -> None:
+def _refuse_unknown_fields(fields: Json, config: PreTrainedConfig) -> None:
     """Refuse unknown fields of a config."""
     # transformers accepts any name without a warning.
-    known = {
+    known_names = {
         *config.to_dict(),
         *getattr(config, "attribute_map", {}),
         "num_labels",
@@ -422,63 +432,77 @@ def _refuse_unknown(fields: Json, config: PreTrainedConfig) -> None:
         "head_dim",
     }
     for name in fields:
-        if name not in known and not hasattr(config, name):
-            guess = closest(name, known)
+        if name not in known_names and not hasattr(config, name):
+            guess = closest(name, known_names)
             raise InputError(
                 f"model.config.{name}: unknown key" + (f"; did you mean {guess}?" if guess else "")
             )
 
 
-def _from_data(recipe: Recipe, data: LoadedData, config: PreTrainedConfig) -> Json:
+def _config_fields_from_data(recipe: Recipe, data: LoadedData, config: PreTrainedConfig) -> Json:
     """Return the config's fields that follow from tokenizer and labels, if the recipe has none."""
-    found: Json = {}
-    fresh = recipe.model.pretrained is None
-    for name in _SPECIAL_WORDS if data.tokenizer is not None else ():
-        word = getattr(data.tokenizer, name, None)
-        chosen = fresh or name.removesuffix("_id") in recipe.data.special_tokens
-        if word is not None and hasattr(config, name) and (chosen or getattr(config, name) is None):
-            found[name] = word
+    config_fields: Json = {}
+    is_new_model = recipe.model.pretrained is None
+    for name in _SPECIAL_TOKEN_FIELDS if data.tokenizer is not None else ():
+        token_id = getattr(data.tokenizer, name, None)
+        is_set_by_recipe = is_new_model or name.removesuffix("_id") in recipe.data.special_tokens
+        if (
+            token_id is not None
+            and hasattr(config, name)
+            and (is_set_by_recipe or getattr(config, name) is None)
+        ):
+            config_fields[name] = token_id
         # The default is of another tokenizer.
-        elif fresh and (getattr(config, name, None) or 0) >= len(data.tokenizer):
-            found[name] = None
-    if data.tokenizer is not None and fresh:
-        found["vocab_size"] = padded_vocabulary(len(data.tokenizer))
+        elif is_new_model and (getattr(config, name, None) or 0) >= len(data.tokenizer):
+            config_fields[name] = None
+    if data.tokenizer is not None and is_new_model:
+        config_fields["vocab_size"] = padded_vocabulary(len(data.tokenizer))
     if data.class_names:
-        found["id2label"] = dict(enumerate(data.class_names))
-        found["label2id"] = {word: number for number, word in found["id2label"].items()}
+        config_fields["id2label"] = dict(enumerate(data.class_names))
+        config_fields["label2id"] = {
+            token_id: class_number for class_number, token_id in config_fields["id2label"].items()
+        }
     elif data.classes:
-        found["num_labels"] = max(config.num_labels or 0, data.classes)
-    return found
+        config_fields["num_labels"] = max(config.num_labels or 0, data.classes)
+    return config_fields
 
 
-def refuse_too_small(recipe: Recipe, data: LoadedData, config: PreTrainedConfig) -> None:
+def refuse_data_beyond_model(recipe: Recipe, data: LoadedData, config: PreTrainedConfig) -> None:
     """Refuse data whose token ids, positions or labels exceed the model's sizes."""
     # They would fail in the middle of a pass.
-    words = getattr(config.get_text_config(), "vocab_size", None)
-    if data.tokenizer is not None and words is not None and words < len(data.tokenizer):
-        mend = (
+    vocabulary_size = getattr(config.get_text_config(), "vocab_size", None)
+    if (
+        data.tokenizer is not None
+        and vocabulary_size is not None
+        and vocabulary_size < len(data.tokenizer)
+    ):
+        remedy = (
             ""
             if recipe.model.pretrained is None
             else f"; {padded_vocabulary(len(data.tokenizer))} adds new ones"
         )
-        told = f"got {words}, and the tokenizer has {len(data.tokenizer)} words"
-        raise InputError(f"model.config.vocab_size: {told}{mend}")
-    places = getattr(config, "max_position_embeddings", None)
+        problem = f"got {vocabulary_size}, and the tokenizer has {len(data.tokenizer)} words"
+        raise InputError(f"model.config.vocab_size: {problem}{remedy}")
+    max_positions = getattr(config, "max_position_embeddings", None)
     length = recipe.data.sequence_length
-    if places is not None and length is not None and length > places:
+    if max_positions is not None and length is not None and length > max_positions:
         raise InputError(
             f"data.sequence_length: got {length}, and the model has "
-            f"max_position_embeddings: {places}"
+            f"max_position_embeddings: {max_positions}"
         )
     if (config.num_labels or 0) < data.classes:
-        label, place = max(
-            (getattr(samples, "largest", (-1, "")) for samples in data.read), default=(-1, "")
+        label, label_location = max(
+            (getattr(samples, "largest", (-1, "")) for samples in data.parts_read), default=(-1, "")
         )
-        told = f"{place} has label {label}" if place else f"the data has {data.classes} classes"
-        raise InputError(f"model.config.num_labels: got {config.num_labels}, and {told}")
+        problem = (
+            f"{label_location} has label {label}"
+            if label_location
+            else f"the data has {data.classes} classes"
+        )
+        raise InputError(f"model.config.num_labels: got {config.num_labels}, and {problem}")
 
 
-def attention_of(recipe: Recipe) -> str | None:
+def attention_implementation(recipe: Recipe) -> str | None:
     """Return the attention implementation; None leaves the choice to transformers.
 
     transformers chooses sdpa for the models that have it.
@@ -497,8 +521,10 @@ def _refuse_frozen_tokens(recipe: Recipe, lora: Lora, data: LoadedData, model: A
     """
     from transformers import AutoConfig
 
-    own = AutoConfig.from_pretrained(pinned(str(recipe.model.pretrained))).get_text_config()
-    new = tokens_without_weights(recipe.data, data.tokenizer, own.vocab_size)
+    source_config = AutoConfig.from_pretrained(
+        pinned_folder(str(recipe.model.pretrained))
+    ).get_text_config()
+    new_tokens = tokens_without_weights(recipe.data, data.tokenizer, source_config.vocab_size)
     # The same weight has one name.
     layers = {
         id(layer.weight): name.rpartition(".")[2]
@@ -506,16 +532,16 @@ def _refuse_frozen_tokens(recipe: Recipe, lora: Lora, data: LoadedData, model: A
         if layer in (model.get_input_embeddings(), model.get_output_embeddings())
     }
     frozen = {*layers.values()} - {*lora.modules_to_save, *lora.target_modules}
-    if new and frozen:
+    if new_tokens and frozen:
         trained = ", ".join(sorted({*lora.modules_to_save, *layers.values()}))
         raise InputError(
-            f"model.lora: {', '.join(new[:4])} of data.tokenizer are new to model.pretrained, and "
+            f"model.lora: {', '.join(new_tokens[:4])} of data.tokenizer are new to model.pretrained, and "
             f"{', '.join(sorted(frozen))} would stay frozen, so that the model never learns them; "
             f"set model.lora.modules_to_save: [{trained}]"
         )
 
 
-def _require_targets(model: nn.Module, lora: Lora) -> None:
+def _require_lora_targets(model: nn.Module, lora: Lora) -> None:
     """Refuse names of target modules that no layer has; peft would leave some of them out in silence.
 
     Raises:
@@ -540,16 +566,16 @@ def _require_targets(model: nn.Module, lora: Lora) -> None:
         )
 
 
-def _with_adapters(model: nn.Module, lora: Lora, task: str) -> nn.Module:
+def _add_adapters(model: nn.Module, lora: Lora, task: str) -> nn.Module:
     try:
         import peft
     except ImportError:
         raise MissingDependency('model.lora needs peft: pip install "ortlaunch[lora]"') from None
-    _require_targets(model, lora)
+    _require_lora_targets(model, lora)
     traits = MODEL_TASKS[task]
-    saved = [*filter(None, [traits.new_head]), *lora.modules_to_save]
+    saved_modules = [*filter(None, [traits.new_head]), *lora.modules_to_save]
     # peft's names of new heads. It saves all layers whose names end so, and fails for an adapter there.
-    whole = [*saved, *(("classifier", "score") if traits.peft else ())]
+    excluded_names = [*saved_modules, *(("classifier", "score") if traits.peft else ())]
     config = peft.LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,
@@ -559,8 +585,10 @@ def _with_adapters(model: nn.Module, lora: Lora, task: str) -> nn.Module:
         else list(lora.target_modules),
         target_parameters=list(lora.target_parameters) or None,
         task_type=traits.peft,
-        modules_to_save=saved or None,
-        exclude_modules=f".*({'|'.join(map(re.escape, whole))})" if whole else None,
+        modules_to_save=saved_modules or None,
+        exclude_modules=f".*({'|'.join(map(re.escape, excluded_names))})"
+        if excluded_names
+        else None,
     )
     # peft 0.21 reads an attribute that transformers 5.23 renamed: the user cannot change that.
     warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)

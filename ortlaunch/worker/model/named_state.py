@@ -17,7 +17,7 @@ from ortlaunch.errors import InputError
 from ortlaunch.json_types import Json
 from ortlaunch.worker.model.parameter_groups import CombinedOptimizer
 
-Numbers = dict[str, float]
+NamedNumbers = dict[str, float]
 STATE_TENSORS = "state_tensors"
 """Key of a parameter group with the names of state tensors that have shapes and types of their own.
 
@@ -47,11 +47,11 @@ class LossScale:
     All implementations have the name `scale`; other names differ.
     """
 
-    read: Callable[[], Numbers]
-    write: Callable[[Numbers], None]
+    read: Callable[[], NamedNumbers]
+    write: Callable[[NamedNumbers], None]
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     """Do nothing."""
 
 
@@ -67,7 +67,7 @@ class NamedState:
     replicated: bool = True
     """Whether every rank holds the whole state; else each rank holds its own parts."""
     loss_scale: LossScale | None = None
-    refresh: Callable[[], None] = field(default=_nothing)
+    refresh: Callable[[], None] = field(default=_do_nothing)
     """Copies the master weights into the model's weights (collective)."""
 
 
@@ -81,68 +81,80 @@ def trained_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     }
 
 
-def require_same_parameters(model: nn.Module, trained: Mapping[str, nn.Parameter]) -> None:
+def require_same_parameters(
+    model: nn.Module, optimizer_parameters: Mapping[str, nn.Parameter]
+) -> None:
     """Refuse a model whose trained parameters are no longer those of the optimizer.
 
     Args:
         model: the model.
-        trained: the parameters that were trained at the start, by name.
+        optimizer_parameters: the parameters that were trained at the start, by name.
 
     Raises:
         InputError: a parameter was frozen, unfrozen or replaced since then.
     """
-    now = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    for name in {**trained, **now}:
-        if now.get(name) is not trained.get(name):
-            done = "frozen" if name not in now else "replaced" if name in trained else "unfrozen"
+    current_parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    for name in {**optimizer_parameters, **current_parameters}:
+        if current_parameters.get(name) is not optimizer_parameters.get(name):
+            change_text = (
+                "frozen"
+                if name not in current_parameters
+                else "replaced"
+                if name in optimizer_parameters
+                else "unfrozen"
+            )
             raise InputError(
-                f"model: {name} was {done} while training, and the optimizer has the parameters of "
+                f"model: {name} was {change_text} while training, and the optimizer has the parameters of "
                 "the start, so that no checkpoint can hold both; set requires_grad before, and let "
                 "a parameter rest by its gradient (None) or by optimizer.groups"
             )
 
 
-def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
+def saved_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the buffers that a model saves besides its parameters."""
-    kept = model.state_dict(keep_vars=True)
-    return {name: value for name, value in kept.items() if not isinstance(value, nn.Parameter)}
+    model_state = model.state_dict(keep_vars=True)
+    return {
+        name: value for name, value in model_state.items() if not isinstance(value, nn.Parameter)
+    }
 
 
-def whole_parts(
-    names: Iterable[tuple[str, torch.Tensor]],
+def whole_parameter_ranges(
+    named_weights: Iterable[tuple[str, torch.Tensor]],
     optimizer: torch.optim.Optimizer,
     masters: Mapping[torch.Tensor, torch.Tensor] | None = None,
 ) -> list[ParameterRange]:
     """Return one range for each whole parameter.
 
     Args:
-        names: the model's parameters with their names.
+        named_weights: the model's parameters with their names.
         optimizer: it updates the parameters, or a master copy of each.
         masters: the master copies, by parameter; None if there are none.
     """
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    found = ((name, (masters or {}).get(p, p)) for name, p in names if p.requires_grad)
+    named_masters = (
+        (name, (masters or {}).get(p, p)) for name, p in named_weights if p.requires_grad
+    )
     return [
         ParameterRange(name, 0, master.numel(), master, 0, groups[id(master)])
-        for name, master in found
+        for name, master in named_masters
     ]
 
 
-def grad_scaler(scaler: torch.amp.GradScaler) -> LossScale | None:
+def scaler_loss_scale(scaler: torch.amp.GradScaler) -> LossScale | None:
     """Return the loss scale of torch's scaler; None if the scaler is disabled."""
     return LossScale(scaler.state_dict, scaler.load_state_dict) if scaler.is_enabled() else None
 
 
-def tensor_kinds(group: Mapping[str, Any]) -> tuple[str, ...]:
+def state_tensor_names(parameter_group: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of the optimizer's state tensors for each weight of this group."""
-    if STATE_TENSORS in group:
-        return tuple(group[STATE_TENSORS])
-    if "betas" in group:
+    if STATE_TENSORS in parameter_group:
+        return tuple(parameter_group[STATE_TENSORS])
+    if "betas" in parameter_group:
         return ("exp_avg", "exp_avg_sq")
-    return ("momentum_buffer",) if group.get("momentum") else ()
+    return ("momentum_buffer",) if parameter_group.get("momentum") else ()
 
 
-def counts_by_group(optimizer: torch.optim.Optimizer) -> bool:
+def counts_steps_by_group(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the optimizer keeps one `step` per parameter group, not per parameter."""
     # LAMB and ONNX Runtime's FusedAdam do.
     return not isinstance(

@@ -18,12 +18,12 @@ from ortlaunch.worker.process_group.distributed import DistributedContext
 
 LOSS = "loss"
 # Names of metrics.jsonl, which a model's own values cannot have.
-TAKEN = {each.name for each in fields(MetricsLine)}
+RESERVED_NAMES = {each.name for each in fields(MetricsLine)}
 # The sum of value x weight, and the sum of the weights.
 _Sums = dict[str, tuple[torch.Tensor, float]]
 
 
-def by_name(output: Any) -> Mapping[str, Any]:
+def values_by_name(output: Any) -> Mapping[str, Any]:
     """Return a model's outputs by name: of a mapping, a named tuple or an object with attributes.
 
     A plain tuple has no names and gives an empty mapping.
@@ -38,77 +38,84 @@ def by_name(output: Any) -> Mapping[str, Any]:
 def outputs_by_name(output: Any) -> Mapping[str, Any]:
     """Return a model's outputs by name; those of a plain tuple by index, as `output_0`."""
     if isinstance(output, (list, tuple)) and not hasattr(output, "_asdict"):
-        return {f"output_{number}": value for number, value in enumerate(output)}
-    return by_name(output)
+        return {f"output_{output_index}": value for output_index, value in enumerate(output)}
+    return values_by_name(output)
 
 
-def numbers_of(output: Any) -> dict[str, torch.Tensor]:
+def scalar_values(output: Any) -> dict[str, torch.Tensor]:
     """Return the scalars beside the loss: tensors without a dimension, and Python's numbers."""
-    found = {
-        name: value for name, value in by_name(output).items() if name != LOSS and _is_number(value)
+    scalars = {
+        name: value
+        for name, value in values_by_name(output).items()
+        if name != LOSS and _is_real_scalar(value)
     }
-    return {str(name): torch.as_tensor(value).detach() for name, value in found.items()}
+    return {str(name): torch.as_tensor(value).detach() for name, value in scalars.items()}
 
 
-def _is_number(value: object) -> bool:
+def _is_real_scalar(value: object) -> bool:
     if isinstance(value, torch.Tensor):
         return value.dim() == 0 and not value.is_complex()
     return type(value) in (int, float)
 
 
-def loss_in(output: Mapping[str, torch.Tensor] | torch.Tensor) -> torch.Tensor:
+def loss_of_engine_output(output: Mapping[str, torch.Tensor] | torch.Tensor) -> torch.Tensor:
     """Return the loss in the output of an engine's module."""
-    found: torch.Tensor = output[LOSS] if isinstance(output, Mapping) else output
-    return found
+    loss: torch.Tensor = output[LOSS] if isinstance(output, Mapping) else output
+    return loss
 
 
 class ValueMeans:
     """Weighted means of the model's own values over many passes."""
 
     def __init__(self) -> None:
-        self._kept: _Sums = {}
-        self._step: _Sums = {}
+        self._kept_sums: _Sums = {}
+        self._step_sums: _Sums = {}
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Start a step; drop the values of a step that was skipped."""
-        self._step = {}
+        self._step_sums = {}
 
-    def add(self, output: Any, weight: float) -> torch.Tensor:
+    def add_pass(self, output: Any, weight: float) -> torch.Tensor:
         """Add the values of a pass; return its loss.
 
         Raises:
             InputError: a value has a name that metrics.jsonl already uses.
         """
         for name in output if isinstance(output, Mapping) else ():
-            if name in TAKEN - {LOSS}:
+            if name in RESERVED_NAMES - {LOSS}:
                 raise InputError(
                     f"the model returns {name!r} beside its loss, a name that metrics.jsonl "
                     "already uses: rename it"
                 )
             if name != LOSS:
-                total, weights = self._step.get(name, (0.0, 0.0))
-                self._step[name] = total + output[name].detach().double() * weight, weights + weight
-        return loss_in(output)
+                total, weights = self._step_sums.get(name, (0.0, 0.0))
+                self._step_sums[name] = (
+                    total + output[name].detach().double() * weight,
+                    weights + weight,
+                )
+        return loss_of_engine_output(output)
 
-    def keep(self) -> None:
+    def keep_step(self) -> None:
         """Count the passes of the step, which has changed the weights."""
-        for name, (value, weight) in self._step.items():
-            total, weights = self._kept.get(name, (0.0, 0.0))
-            self._kept[name] = total + value, weights + weight
-        self._step = {}
+        for name, (value, weight) in self._step_sums.items():
+            total, weights = self._kept_sums.get(name, (0.0, 0.0))
+            self._kept_sums[name] = total + value, weights + weight
+        self._step_sums = {}
 
-    def read(self, group: DistributedContext) -> dict[str, float]:
+    def read_over_ranks(self, group: DistributedContext) -> dict[str, float]:
         """Return the means since the last call, over all ranks (collective).
 
         Passes that did not return a name do not count for it.
         """
-        mine = {name: (float(value), weight) for name, (value, weight) in self._kept.items()}
-        self._kept = {}
-        ranks: list[dict[str, tuple[float, float]]] = group.gather(mine)
-        found = {}
+        rank_sums = {
+            name: (float(value), weight) for name, (value, weight) in self._kept_sums.items()
+        }
+        self._kept_sums = {}
+        sums_by_rank: list[dict[str, tuple[float, float]]] = group.gather(rank_sums)
+        means = {}
         # Ranks may have returned different names: a mean is over those that have the name.
-        for name in sorted({name for rank in ranks for name in rank}):
-            values, weights = zip(*(rank[name] for rank in ranks if name in rank))
+        for name in sorted({name for rank in sums_by_rank for name in rank}):
+            values, weights = zip(*(rank[name] for rank in sums_by_rank if name in rank))
             if sum(weights):
-                found[name] = sum(values) / sum(weights)
-        return found
+                means[name] = sum(values) / sum(weights)
+        return means

@@ -19,23 +19,23 @@ from ortlaunch.worker.data import IGNORED
 
 DOCUMENTS = "document_ids"
 # Tokens in each sample of the test.
-_TRIED = 8
+_TEST_TOKENS = 8
 # transformers' types of attention, and the fields of a config that limit the last two.
 _FULL = "full_attention"
 _LOCAL = ("sliding_attention", "chunked_attention")
 _LIMITS = ("sliding_window", "attention_chunk_size")
 
 
-def separated(batch: Mapping[str, Tensor], model: nn.Module) -> dict[str, Any]:
+def separate_documents(batch: Mapping[str, Tensor], model: nn.Module) -> dict[str, Any]:
     """Return a packed batch in the form that the model accepts."""
     # An exported graph has no PyTorch parameters.
     parameter = next(model.parameters(), None)
     if parameter is None:
-        return one_a_row(batch)
-    return with_mask(batch, parameter.dtype, getattr(model, "config", None))
+        return split_documents_into_rows(batch)
+    return replace_documents_by_mask(batch, parameter.dtype, getattr(model, "config", None))
 
 
-def one_a_row(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def split_documents_into_rows(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a packed batch with each document in a row of its own: (documents, longest).
 
     Any other batch is returned unchanged. The loss is the same, because neither the first token of
@@ -44,17 +44,17 @@ def one_a_row(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if DOCUMENTS not in batch:
         return dict(batch)
     sizes = torch.cat([row.bincount() for row in batch[DOCUMENTS]]).tolist()
-    given = {**batch, "attention_mask": torch.ones_like(batch[DOCUMENTS])}
-    fill = {"input_ids": 0, "attention_mask": 0, "labels": IGNORED}
+    packed_batch = {**batch, "attention_mask": torch.ones_like(batch[DOCUMENTS])}
+    fill_values = {"input_ids": 0, "attention_mask": 0, "labels": IGNORED}
     return {
         name: pad_sequence(
-            given[name].flatten().split(sizes), batch_first=True, padding_value=value
+            packed_batch[name].flatten().split(sizes), batch_first=True, padding_value=value
         )
-        for name, value in fill.items()
+        for name, value in fill_values.items()
     }
 
 
-def with_mask(
+def replace_documents_by_mask(
     batch: Mapping[str, Tensor], dtype: torch.dtype, config: Any = None
 ) -> dict[str, Any]:
     """Return a batch for transformers' models: `attention_mask` instead of `document_ids`.
@@ -70,25 +70,25 @@ def with_mask(
         model with several types of layers it is a mapping from type to mask.
     """
     documents = batch[DOCUMENTS]
-    places = torch.arange(documents.shape[1], device=documents.device)
-    distances = places[:, None] - places[None, :]
-    seen = (documents[:, None, :, None] == documents[:, None, None, :]) & (distances >= 0)
+    token_places = torch.arange(documents.shape[1], device=documents.device)
+    distances = token_places[:, None] - token_places[None, :]
+    is_visible = (documents[:, None, :, None] == documents[:, None, None, :]) & (distances >= 0)
     hidden = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=documents.device)
     masks = {}
-    for kind, size in _attention_sizes(config).items():
-        near = seen
-        if size and kind == "chunked_attention":
+    for attention_type, size in _attention_sizes(config).items():
+        is_near = is_visible
+        if size and attention_type == "chunked_attention":
             chunks = batch["position_ids"] // size
-            near = seen & (chunks[:, None, :, None] == chunks[:, None, None, :])
+            is_near = is_visible & (chunks[:, None, :, None] == chunks[:, None, None, :])
         elif size:
-            near = seen & (distances < size)
-        masks[kind] = torch.where(near, torch.zeros_like(hidden), hidden)
+            is_near = is_visible & (distances < size)
+        masks[attention_type] = torch.where(is_near, torch.zeros_like(hidden), hidden)
     # transformers' models with `layer_types` take a mask for each type; others take one mask.
-    (first, *_) = masks.values()
-    by_kind = getattr(_text_config(config), "layer_types", None) and masks.keys() != {_FULL}
+    (first_mask, *_) = masks.values()
+    has_types = getattr(_text_config(config), "layer_types", None) and masks.keys() != {_FULL}
     return {
         **{name: value for name, value in batch.items() if name != DOCUMENTS},
-        "attention_mask": masks if by_kind else first,
+        "attention_mask": masks if has_types else first_mask,
     }
 
 
@@ -104,76 +104,85 @@ def _attention_sizes(config: Any) -> dict[str, int]:
     text = _text_config(config)
     sizes = {
         _FULL: 0,
-        **{kind: getattr(text, name, None) or 0 for kind, name in zip(_LOCAL, _LIMITS)},
+        **{
+            attention_type: getattr(text, name, None) or 0
+            for attention_type, name in zip(_LOCAL, _LIMITS)
+        },
     }
     types = getattr(text, "layer_types", None)
     if types is None:
-        kind = next((each for each in _LOCAL if sizes[each]), _FULL)
-        return {kind: sizes[kind]}
+        attention_type = next((type_name for type_name in _LOCAL if sizes[type_name]), _FULL)
+        return {attention_type: sizes[attention_type]}
     # Layers that are no attention, as convolutions, take no such mask.
-    return {each: sizes[each] for each in sorted({*types})} if {*types} <= {*sizes} else {_FULL: 0}
+    return (
+        {type_name: sizes[type_name] for type_name in sorted({*types})}
+        if {*types} <= {*sizes}
+        else {_FULL: 0}
+    )
 
 
 @torch.no_grad()
-def require_separate(model: nn.Module) -> None:
+def require_separate_documents(model: nn.Module) -> None:
     """Check on a few tokens that a document has the scores in a pack that it has alone.
 
     Raises:
         InputError: it has others, or the model does not accept such a mask.
     """
     # Two samples: different first documents, the same second document.
-    half = _TRIED // 2
-    ids = torch.arange(2 * _TRIED).reshape(2, _TRIED) % 3
+    half = _TEST_TOKENS // 2
+    ids = torch.arange(2 * _TEST_TOKENS).reshape(2, _TEST_TOKENS) % 3
     ids[:, half:] = ids[0, half:]
-    batch = {"input_ids": ids, "position_ids": (torch.arange(_TRIED) % half).expand(2, -1),
-             DOCUMENTS: (torch.arange(_TRIED) // half).expand(2, -1)}  # fmt: skip
-    alone = {"input_ids": ids[:, half:], "position_ids": batch["position_ids"][:, half:]}
+    batch = {"input_ids": ids, "position_ids": (torch.arange(_TEST_TOKENS) % half).expand(2, -1),
+             DOCUMENTS: (torch.arange(_TEST_TOKENS) // half).expand(2, -1)}  # fmt: skip
+    lone_documents = {"input_ids": ids[:, half:], "position_ids": batch["position_ids"][:, half:]}
     config = getattr(model, "config", None)
     name = type(model).__name__
     dtype = next(model.parameters()).dtype
     try:
-        with _evaluating(model), _few_tokens_seen(_text_config(config)):
-            meant = model(**alone, attention_mask=None).logits
-            apart, together = (
-                _difference(model(**with_mask(each, dtype, config)).logits, meant)
-                for each in (batch, {**batch, DOCUMENTS: torch.zeros_like(ids)})
+        with _evaluation_mode(model), _shrink_attention_limits(_text_config(config)):
+            expected = model(**lone_documents, attention_mask=None).logits
+            separate_difference, joined_difference = (
+                _largest_relative_difference(
+                    model(**replace_documents_by_mask(tested_batch, dtype, config)).logits, expected
+                )
+                for tested_batch in (batch, {**batch, DOCUMENTS: torch.zeros_like(ids)})
             )
     # A model without such an argument may raise any exception.
     except Exception as error:
-        why = " ".join(str(error).split())[:200]
+        reason = " ".join(str(error).split())[:200]
         raise InputError(
-            f"data.attend_across_documents: {name} does not accept a document mask: {why}"
+            f"data.attend_across_documents: {name} does not accept a document mask: {reason}"
         ) from error
     # Other kernels may round a little: a tenth of the influence without mask is no influence.
-    if apart > max(together / 10, 1e-6):
+    if separate_difference > max(joined_difference / 10, 1e-6):
         raise InputError(
             f"data.attend_across_documents: {name} gives a document other scores beside another "
             "one than alone, despite the mask"
         )
 
 
-def _difference(logits: Tensor, meant: Tensor) -> float:
+def _largest_relative_difference(logits: Tensor, expected: Tensor) -> float:
     """Return the largest difference of the second documents' logits, relative to their maximum."""
-    second = logits[:, _TRIED // 2 :].float()
-    return float((second - meant.float()).abs().max() / meant.float().abs().max())
+    second = logits[:, _TEST_TOKENS // 2 :].float()
+    return float((second - expected.float()).abs().max() / expected.float().abs().max())
 
 
 @contextlib.contextmanager
-def _few_tokens_seen(config: Any) -> Iterator[None]:
+def _shrink_attention_limits(config: Any) -> Iterator[None]:
     """Make the limits of a model's attention so small that the test's documents exceed them."""
     names = [name for name in _LIMITS if getattr(config, name, None)]
-    own = [getattr(config, name) for name in names]
+    former_limits = [getattr(config, name) for name in names]
     try:
         for name in names:
-            setattr(config, name, _TRIED // 4)
+            setattr(config, name, _TEST_TOKENS // 4)
         yield
     finally:
-        for name, value in zip(names, own):
+        for name, value in zip(names, former_limits):
             setattr(config, name, value)
 
 
 @contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def _evaluation_mode(model: nn.Module) -> Iterator[None]:
     training = model.training
     model.eval()
     try:

@@ -16,10 +16,10 @@ from ortlaunch.errors import InputError
 from ortlaunch.json_types import Json
 from ortlaunch.recipe.fields.optimizer import Optimizer, ParameterGroup
 from ortlaunch.run_folder.engine_report import OptimizerGroup
-from ortlaunch.worker.data.own import find
+from ortlaunch.worker.data.own import load_user_function
 
 # Names of settings in torch's groups, where they differ from the recipe's.
-_TORCH = {"betas": "betas", "epsilon": "eps", "momentum": "momentum"}
+_TORCH_NAMES = {"betas": "betas", "epsilon": "eps", "momentum": "momentum"}
 _LAYER = re.compile(r"(?:^|\.)(\d+)\.")
 
 
@@ -48,7 +48,7 @@ def named_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name.removeprefix("model."), p) for name, p in module.named_parameters()]
 
 
-def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+def freeze_matching(model: nn.Module, patterns: Sequence[str]) -> None:
     """Freeze the parameters for which the last pattern that matches does not begin with `!`.
 
     Raises:
@@ -56,15 +56,17 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     """
     named = dict(model.named_parameters())
     _require_matches(
-        "model.freeze", [each.removeprefix("!") for each in patterns], named, "parameter"
+        "model.freeze", [pattern.removeprefix("!") for pattern in patterns], named, "parameter"
     )
     for name, parameter in named.items():
-        matching = [each for each in patterns if _matches(name, [each.removeprefix("!")])]
+        matching = [pattern for pattern in patterns if _matches(name, [pattern.removeprefix("!")])]
         if matching and not matching[-1].startswith("!"):
             parameter.requires_grad_(False)
 
 
-def parameter_groups(recipe: Optimizer, module: nn.Module) -> tuple[list[Json], tuple[str, ...]]:
+def build_parameter_groups(
+    optimizer_settings: Optimizer, module: nn.Module
+) -> tuple[list[Json], tuple[str, ...]]:
     """Return the groups of trained parameters as torch's optimizers take them, and notes.
 
     A group also has the name of its optimizer in the recipe, as `optimizer`, and its rate as a
@@ -76,52 +78,62 @@ def parameter_groups(recipe: Optimizer, module: nn.Module) -> tuple[list[Json], 
     """
     named = [(name, p) for name, p in named_parameters(module) if p.requires_grad]
     names = [name for name, _ in named]
-    patterns = [pattern for group in recipe.groups for pattern in group.match]
+    patterns = [pattern for group in optimizer_settings.groups for pattern in group.match]
     _require_matches("optimizer.groups", patterns, names, "trained parameter")
     depths = layer_depths([name for name, _ in named_parameters(module)])
-    spared = {name for name in names for word in recipe.no_decay if word in name}
-    own = _groups_of(recipe)
-    found: dict[str, Json] = {}
+    undecayed_names = {
+        name for name in names for word in optimizer_settings.no_decay if word in name
+    }
+    group_of_parameter = _group_finder(optimizer_settings)
+    group_by_settings: dict[str, Json] = {}
     for name, parameter in named:
-        group = own(name, parameter)
-        settings: Json = {"optimizer": group.name or _optimizer_of(recipe, name, parameter)}
-        factor = recipe.layer_decay ** depths[name]
+        group = group_of_parameter(name, parameter)
+        settings: Json = {
+            "optimizer": group.name or _default_optimizer(optimizer_settings, name, parameter)
+        }
+        factor = optimizer_settings.layer_decay ** depths[name]
         if group.learning_rate is not None:
-            factor = group.learning_rate / recipe.learning_rate
+            factor = group.learning_rate / optimizer_settings.learning_rate
         if factor != 1:
-            settings |= {"lr": recipe.learning_rate * factor, "rate_factor": factor}
-        for field, key in _TORCH.items():
+            settings |= {"lr": optimizer_settings.learning_rate * factor, "rate_factor": factor}
+        for field, key in _TORCH_NAMES.items():
             if getattr(group, field) is not None:
                 settings[key] = getattr(group, field)
-        settings["weight_decay"] = 0.0 if name in spared else recipe.weight_decay
+        settings["weight_decay"] = (
+            0.0 if name in undecayed_names else optimizer_settings.weight_decay
+        )
         if group.weight_decay is not None:
             settings["weight_decay"] = group.weight_decay
-        found.setdefault(str(settings), {"params": [], **settings})["params"].append(parameter)
+        group_by_settings.setdefault(str(settings), {"params": [], **settings})["params"].append(
+            parameter
+        )
     # Parameters with weight decay come first, in the order of the model.
-    return sorted(found.values(), key=lambda group: not group["weight_decay"]), _idle_words(
-        recipe, names
-    )
+    return sorted(
+        group_by_settings.values(), key=lambda group: not group["weight_decay"]
+    ), _unmatched_word_notes(optimizer_settings, names)
 
 
-def describe_groups(groups: Sequence[Json], module: nn.Module, rate: float) -> list[OptimizerGroup]:
+def group_records(
+    parameter_groups: Sequence[Json], module: nn.Module, learning_rate: float
+) -> list[OptimizerGroup]:
     """Return the record of the groups, the frozen parameters as the last one.
 
     Args:
-        groups: those of `parameter_groups`.
+        parameter_groups: those of `parameter_groups`.
         module: the model with the parameters.
-        rate: the recipe's learning rate.
+        learning_rate: the recipe's learning rate.
     """
     named = named_parameters(module)
     names = {id(parameter): name for name, parameter in named}
     records = [
         OptimizerGroup(
             group["optimizer"],
-            rate * group.get("rate_factor", 1.0),
+            learning_rate * group.get("rate_factor", 1.0),
             group["weight_decay"],
             sum(p.numel() for p in group["params"]),
             [names[id(p)] for p in group["params"]],
         )
-        for group in groups
+        for group in parameter_groups
     ]
     if frozen := [(name, p.numel()) for name, p in named if not p.requires_grad]:
         sizes = sum(size for _, size in frozen)
@@ -129,7 +141,7 @@ def describe_groups(groups: Sequence[Json], module: nn.Module, rate: float) -> l
     return records
 
 
-def layer_depths(names: Sequence[str]) -> dict[str, int]:
+def layer_depths(parameter_names: Sequence[str]) -> dict[str, int]:
     """Return the number of layers above each parameter, in the stack that it belongs to.
 
     The number in a name's path is its layer. Parameters without one belong to the stack beside or
@@ -138,67 +150,84 @@ def layer_depths(names: Sequence[str]) -> dict[str, int]:
     """
     layers = {
         name: (name[: match.start()], int(match[1]))
-        for name in names
+        for name in parameter_names
         if (match := _LAYER.search(name))
     }
     counts: dict[str, int] = {}
     for stack, layer in layers.values():
         counts[stack] = max(counts.get(stack, 0), layer + 1)
-    first = {
-        stack: names.index(next(n for n in layers if layers[n][0] == stack)) for stack in counts
+    first_positions = {
+        stack: parameter_names.index(next(n for n in layers if layers[n][0] == stack))
+        for stack in counts
     }
     depths = {}
-    for at, name in enumerate(names):
+    for position, name in enumerate(parameter_names):
         if name in layers:
             stack, layer = layers[name]
             depths[name] = counts[stack] - layer
             continue
         # The stack of the nearest module that contains both.
-        near = max(counts, key=lambda stack: _common(stack, name), default="")
-        depths[name] = counts[near] + 1 if near in first and at < first[near] else 0
+        nearest_stack = max(counts, key=lambda stack: _shared_part_count(stack, name), default="")
+        depths[name] = (
+            counts[nearest_stack] + 1
+            if nearest_stack in first_positions and position < first_positions[nearest_stack]
+            else 0
+        )
     return depths
 
 
-def _common(stack: str, name: str) -> int:
+def _shared_part_count(stack: str, name: str) -> int:
     """Return the number of leading parts that two names share, without the stack's own name."""
     pairs = zip(stack.split(".")[:-1], name.split("."))
-    return next((at for at, (one, other) in enumerate(pairs) if one != other), stack.count("."))
+    return next(
+        (
+            part_index
+            for part_index, (stack_part, name_part) in enumerate(pairs)
+            if stack_part != name_part
+        ),
+        stack.count("."),
+    )
 
 
-def _optimizer_of(recipe: Optimizer, name: str, parameter: nn.Parameter) -> str:
+def _default_optimizer(recipe: Optimizer, name: str, parameter: nn.Parameter) -> str:
     """Return the optimizer of a parameter without a group; muon is for matrices of layers."""
     if recipe.name != "muon" or (parameter.ndim == 2 and _LAYER.search(name)):
         return recipe.name
     return "adamw"
 
 
-def _groups_of(recipe: Optimizer) -> Callable[[str, nn.Parameter], ParameterGroup]:
+def _group_finder(recipe: Optimizer) -> Callable[[str, nn.Parameter], ParameterGroup]:
     """Return the function that finds the group of a parameter."""
-    attributes = recipe.attributes and find("optimizer.attributes", recipe.attributes)
-    nothing = ParameterGroup(match=("*",))
+    attributes = recipe.attributes and load_user_function("optimizer.attributes", recipe.attributes)
+    default_group = ParameterGroup(match=("*",))
 
-    def group(name: str, parameter: nn.Parameter) -> ParameterGroup:
-        given = attributes(name, parameter) if callable(attributes) else None
-        if given is not None:
-            return _checked(given, f"{recipe.attributes}({name!r}, ...)")
-        return next((one for one in recipe.groups if _matches(name, one.match)), nothing)
+    def find_group(name: str, parameter: nn.Parameter) -> ParameterGroup:
+        returned_fields = attributes(name, parameter) if callable(attributes) else None
+        if returned_fields is not None:
+            return _parse_group(returned_fields, f"{recipe.attributes}({name!r}, ...)")
+        return next(
+            (recipe_group for recipe_group in recipe.groups if _matches(name, recipe_group.match)),
+            default_group,
+        )
 
-    return group
+    return find_group
 
 
-def _checked(given: Any, call: str) -> ParameterGroup:
-    if not isinstance(given, Mapping):
+def _parse_group(returned_fields: Any, call_text: str) -> ParameterGroup:
+    if not isinstance(returned_fields, Mapping):
         raise InputError(
-            f"optimizer.attributes: {call} returned {given!r}; it must return a mapping of the "
+            f"optimizer.attributes: {call_text} returned {returned_fields!r}; it must return a mapping of the "
             "fields of optimizer.groups, or None"
         )
     try:
-        return ParameterGroup(match=("*",), **given)
+        return ParameterGroup(match=("*",), **returned_fields)
     except ValidationError as error:
         problems = "; ".join(
-            f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()
+            f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()
         )
-        raise InputError(f"optimizer.attributes: {call} returned {given!r}: {problems}") from None
+        raise InputError(
+            f"optimizer.attributes: {call_text} returned {returned_fields!r}: {problems}"
+        ) from None
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
@@ -206,22 +235,26 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def _require_matches(
-    field: str, patterns: Iterable[str], names: Collection[str], kind: str
+    recipe_field: str, patterns: Iterable[str], names: Collection[str], name_type: str
 ) -> None:
-    idle = [each for each in patterns if not any(fnmatchcase(name, each) for name in names)]
-    if idle:
-        near = [*difflib.get_close_matches(idle[0], names, 3, 0.4), *names][:3]
+    unmatched = [
+        pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)
+    ]
+    if unmatched:
+        near = [*difflib.get_close_matches(unmatched[0], names, 3, 0.4), *names][:3]
         raise InputError(
-            f"{field}: no {kind} matches {', '.join(idle)}; the names are like {', '.join(near)}"
+            f"{recipe_field}: no {name_type} matches {', '.join(unmatched)}; the names are like {', '.join(near)}"
         )
 
 
-def _idle_words(recipe: Optimizer, names: Sequence[str]) -> tuple[str, ...]:
+def _unmatched_word_notes(recipe: Optimizer, names: Sequence[str]) -> tuple[str, ...]:
     """Return a note if words of `no_decay` are in no trained parameter's name."""
-    idle = [word for word in recipe.no_decay if not any(word in name for name in names)]
+    unmatched = [word for word in recipe.no_decay if not any(word in name for name in names)]
     # The default lists the norms of several model families, of which each model has only some:
     # only the user's own names make a note.
-    own = recipe.no_decay != Optimizer.model_fields["no_decay"].default and recipe.weight_decay > 0
-    if not (idle and own):
+    is_user_setting = (
+        recipe.no_decay != Optimizer.model_fields["no_decay"].default and recipe.weight_decay > 0
+    )
+    if not (unmatched and is_user_setting):
         return ()
-    return (f"optimizer.no_decay: no parameter's name contains {', '.join(idle)}",)
+    return (f"optimizer.no_decay: no parameter's name contains {', '.join(unmatched)}",)

@@ -9,8 +9,8 @@ from ortlaunch.precisions import PRECISIONS
 
 def dtype_of(precision: str) -> torch.dtype:
     """Return the dtype of forward and backward passes."""
-    found: torch.dtype = getattr(torch, PRECISIONS[precision].dtype)
-    return found
+    dtype: torch.dtype = getattr(torch, PRECISIONS[precision].dtype)
+    return dtype
 
 
 def narrow_dtype_of(precision: str) -> torch.dtype | None:

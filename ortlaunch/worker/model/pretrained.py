@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # `missing`: weights that the source lacks. `unexpected`: weights that only the source has.
 # `resized`: a change of the vocabulary. `relabelled`: weights of a head for other labels.
-Loaded = Mapping[str, list[str]]
+LoadedNames = Mapping[str, list[str]]
 # Starts of transformers' reports: of version 5, of earlier ones, and of resized embeddings.
 _REPORTS = (
     "LOAD REPORT",
@@ -36,71 +36,83 @@ _OLD_BUFFERS = (
     "masked_bias",
 )
 # The most names in one message.
-_NAMED = 6
+_MAX_NAMED = 6
 
 
 def load_pretrained(
-    auto: Any,
+    auto_class: Any,
     source: str,
     config: PreTrainedConfig,
     *,
-    new_head: bool,
-    partial: bool,
+    has_new_head: bool,
+    allows_partial: bool,
     **options: Any,
-) -> tuple[nn.Module, Loaded]:
+) -> tuple[nn.Module, LoadedNames]:
     """Load the model of an auto class with the weights of `source`.
 
     Args:
-        auto: the auto class of transformers.
+        auto_class: the auto class of transformers.
         source: a folder, or a name on the hub.
         config: the model's config. If its vocabulary differs from that of `source`, the embeddings
             are resized to it.
-        new_head: whether the task's head may be missing, or have another number of labels.
-        partial: whether any weights may be missing or left over.
+        has_new_head: whether the task's head may be missing, or have another number of labels.
+        allows_partial: whether any weights may be missing or left over.
         options: further arguments of `from_pretrained`.
 
     Raises:
         InputError: weights have another shape than the model's, are missing or left over, or cannot
             be read.
     """
-    theirs = _config_of(source)
-    own = _vocabulary(theirs)
-    wanted = _vocabulary(config)
+    source_config = _load_source_config(source)
+    source_vocabulary = _vocabulary_size(source_config)
+    requested_vocabulary = _vocabulary_size(config)
     # Load at the size of the source first; `_resize` then keeps the trained embeddings. Until then
     # a new token, such as padding, does not exist.
     new_tokens = {
         name: value
         for name, value in config.to_dict().items()
-        if name.endswith("_token_id") and isinstance(value, int) and value >= (own or 0) > 0
+        if name.endswith("_token_id")
+        and isinstance(value, int)
+        and value >= (source_vocabulary or 0) > 0
     }
     for name in new_tokens:
-        setattr(config, name, getattr(theirs, name, None))
-    if own != wanted:
-        config.get_text_config().vocab_size = own
-    model, info = _load(auto, source, config=config, **options)
+        setattr(config, name, getattr(source_config, name, None))
+    if source_vocabulary != requested_vocabulary:
+        config.get_text_config().vocab_size = source_vocabulary
+    model, info = _load_with_info(auto_class, source, config=config, **options)
     relabelled = [
-        found for found in info["mismatched_keys"] if new_head and _is_relabelled(found, model)
+        mismatch
+        for mismatch in info["mismatched_keys"]
+        if has_new_head and _is_relabelled(mismatch, model)
     ]
-    wrong = sorted(_mismatch(found) for found in info["mismatched_keys"] if found not in relabelled)
-    if wrong:
+    mismatch_texts = sorted(
+        _mismatch_text(mismatch)
+        for mismatch in info["mismatched_keys"]
+        if mismatch not in relabelled
+    )
+    if mismatch_texts:
         raise InputError(
-            f"model.pretrained: weights differ in shape from model.config: {_some(wrong, '; ')}"
+            f"model.pretrained: weights differ in shape from model.config: {_some_names(mismatch_texts, '; ')}"
         )
     loaded = {name: sorted(info[f"{name}_keys"]) for name in ("missing", "unexpected")}
-    if not partial:
-        _refuse_partial(model, loaded, new_head)
-    resized = _resize(model, own, wanted)
+    if not allows_partial:
+        _refuse_partial(model, loaded, has_new_head)
+    resized = _resize_embeddings(model, source_vocabulary, requested_vocabulary)
     model.config.update(new_tokens)
-    return model, {**loaded, "resized": resized, "relabelled": sorted(map(_mismatch, relabelled))}
+    return model, {
+        **loaded,
+        "resized": resized,
+        "relabelled": sorted(map(_mismatch_text, relabelled)),
+    }
 
 
-def _load(auto: Any, source: str, **options: Any) -> tuple[PreTrainedModel, Json]:
+def _load_with_info(auto_class: Any, source: str, **options: Any) -> tuple[PreTrainedModel, Json]:
     """Return the model and transformers' loading info."""
     from safetensors import SafetensorError
 
     try:
-        with _without_reports():
-            model, info = auto.from_pretrained(
+        with _suppress_reports():
+            model, info = auto_class.from_pretrained(
                 source, **options, output_loading_info=True, ignore_mismatched_sizes=True
             )
     # transformers raises OSError or ValueError for other faults; the caller reports those.
@@ -111,99 +123,107 @@ def _load(auto: Any, source: str, **options: Any) -> tuple[PreTrainedModel, Json
     return model, info
 
 
-def _config_of(source: str) -> PreTrainedConfig:
+def _load_source_config(source: str) -> PreTrainedConfig:
     from transformers import AutoConfig
 
     config: PreTrainedConfig = AutoConfig.from_pretrained(source)
     return config
 
 
-def _vocabulary(config: PreTrainedConfig) -> int | None:
+def _vocabulary_size(config: PreTrainedConfig) -> int | None:
     """Return the vocabulary size of a model, or None."""
     return getattr(config.get_text_config(), "vocab_size", None)
 
 
-def _resize(model: PreTrainedModel, own: int | None, wanted: int | None) -> list[str]:
+def _resize_embeddings(
+    model: PreTrainedModel, source_vocabulary: int | None, requested_vocabulary: int | None
+) -> list[str]:
     """Resize the embeddings to the requested vocabulary; return a description of the change."""
-    if own == wanted:
+    if source_vocabulary == requested_vocabulary:
         return []
-    with _without_reports():
-        model.resize_token_embeddings(wanted)
-    return [f"{own} tokens to {wanted}"]
+    with _suppress_reports():
+        model.resize_token_embeddings(requested_vocabulary)
+    return [f"{source_vocabulary} tokens to {requested_vocabulary}"]
 
 
-def _refuse_partial(model: PreTrainedModel, loaded: Loaded, new_head: bool) -> None:
+def _refuse_partial(model: PreTrainedModel, loaded: LoadedNames, has_new_head: bool) -> None:
     """Refuse missing or unused weights of the body, and missing weights of a required head."""
-    missing = [name for name in loaded["missing"] if not new_head or _is_body(name, model)]
+    missing = [name for name in loaded["missing"] if not has_new_head or _is_body(name, model)]
     unexpected = [name for name in loaded["unexpected"] if _is_body(name, model)]
-    said = []
+    problems = []
     if missing:
-        said.append(f"{len(missing)} of the model's weights are not in it: {_some(missing)}")
-    if unexpected:
-        said.append(
-            f"{len(unexpected)} of its weights do not exist in the model: {_some(unexpected)}"
+        problems.append(
+            f"{len(missing)} of the model's weights are not in it: {_some_names(missing)}"
         )
-    if said:
-        mend = "to train anyway, with random values for new weights, set model.allow_partial: true"
-        raise InputError(f"model.pretrained: {'; '.join(said)}; {mend}")
+    if unexpected:
+        problems.append(
+            f"{len(unexpected)} of its weights do not exist in the model: {_some_names(unexpected)}"
+        )
+    if problems:
+        remedy = (
+            "to train anyway, with random values for new weights, set model.allow_partial: true"
+        )
+        raise InputError(f"model.pretrained: {'; '.join(problems)}; {remedy}")
 
 
-def _is_body(name: str, model: PreTrainedModel) -> bool:
+def _is_body(weight_name: str, model: PreTrainedModel) -> bool:
     """Return whether a weight belongs to the body, which all tasks share.
 
     A pooler belongs to the heads that use it.
     """
-    if name.endswith(_OLD_BUFFERS):
+    if weight_name.endswith(_OLD_BUFFERS):
         return False
     prefix = f"{model.base_model_prefix}."
     parts = {part for part, _ in getattr(model, model.base_model_prefix, model).named_children()}
-    inner = name.removeprefix(prefix).partition(".")[0]
-    return inner != "pooler" and (name.startswith(prefix) or inner in parts)
+    inner = weight_name.removeprefix(prefix).partition(".")[0]
+    return inner != "pooler" and (weight_name.startswith(prefix) or inner in parts)
 
 
 def _is_relabelled(
-    found: str | tuple[str, Sequence[int], Sequence[int]], model: PreTrainedModel
+    mismatch: str | tuple[str, Sequence[int], Sequence[int]], model: PreTrainedModel
 ) -> bool:
     """Return whether a weight of another shape belongs to a head with another number of labels.
 
     transformers initializes such a weight at random.
     """
-    if isinstance(found, str):
-        return not _is_body(found, model)
-    name, theirs, ours = found
+    if isinstance(mismatch, str):
+        return not _is_body(mismatch, model)
+    name, source_shape, model_shape = mismatch
     return (
-        not _is_body(name, model) and ours[0] == model.config.num_labels and theirs[1:] == ours[1:]
+        not _is_body(name, model)
+        and model_shape[0] == model.config.num_labels
+        and source_shape[1:] == model_shape[1:]
     )
 
 
-def _mismatch(found: str | tuple[str, Sequence[int], Sequence[int]]) -> str:
+def _mismatch_text(mismatch: str | tuple[str, Sequence[int], Sequence[int]]) -> str:
     # transformers 4.52 gives only the name.
-    if isinstance(found, str):
-        return found
-    name, theirs, ours = found
-    return f"{name} is {list(theirs)}, the model's {list(ours)}"
+    if isinstance(mismatch, str):
+        return mismatch
+    name, source_shape, model_shape = mismatch
+    return f"{name} is {list(source_shape)}, the model's {list(model_shape)}"
 
 
-def loading_notes(loaded: Loaded | None) -> tuple[str, ...]:
+def loading_notes(loaded: LoadedNames | None) -> tuple[str, ...]:
     """Return notes for the user on weights that were not loaded as they are."""
     # A head that starts at random is right for a new task, and wrong if the same task continues.
     notes = []
     if loaded and loaded["missing"]:
-        many = len(loaded["missing"])
-        names = _some(loaded["missing"])
+        count = len(loaded["missing"])
+        names = _some_names(loaded["missing"])
         notes.append(
-            f"model.pretrained: {many} of the model's weights are not in it and start at "
+            f"model.pretrained: {count} of the model's weights are not in it and start at "
             f"random: {names}"
         )
     if loaded and loaded["unexpected"]:
-        many = len(loaded["unexpected"])
-        names = _some(loaded["unexpected"])
-        notes.append(f"model.pretrained: {many} of its weights are not used: {names}")
+        count = len(loaded["unexpected"])
+        names = _some_names(loaded["unexpected"])
+        notes.append(f"model.pretrained: {count} of its weights are not used: {names}")
     if loaded and loaded.get("relabelled"):
-        told = _some(loaded["relabelled"], "; ")
+        relabelled_text = _some_names(loaded["relabelled"], "; ")
         notes.append(
             "model.pretrained: its output layer has a different number of labels; the model's "
-            f"starts at random: {told}"
+            f"starts at random: {relabelled_text}"
         )
     for change in loaded["resized"] if loaded else ():
         notes.append(
@@ -213,13 +233,13 @@ def loading_notes(loaded: Loaded | None) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _some(words: list[str], mark: str = ", ") -> str:
-    rest = [f"and {len(words) - _NAMED} more"] if len(words) > _NAMED else []
-    return mark.join([*words[:_NAMED], *rest])
+def _some_names(names: list[str], separator: str = ", ") -> str:
+    more_names = [f"and {len(names) - _MAX_NAMED} more"] if len(names) > _MAX_NAMED else []
+    return separator.join([*names[:_MAX_NAMED], *more_names])
 
 
 @contextlib.contextmanager
-def _without_reports() -> Iterator[None]:
+def _suppress_reports() -> Iterator[None]:
     """Suppress transformers' progress bar and loading report while the context is open."""
     from transformers.utils import logging as theirs
 
@@ -233,4 +253,4 @@ def _without_reports() -> Iterator[None]:
 
 
 def _is_no_report(record: logging.LogRecord) -> bool:
-    return not any(words in record.getMessage() for words in _REPORTS)
+    return not any(report_start in record.getMessage() for report_start in _REPORTS)

@@ -27,16 +27,16 @@ from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.export_records import OnnxCheck
 from ortlaunch.worker.data import LoadedData, collate
 from ortlaunch.worker.data.media.samples import load_processor
-from ortlaunch.worker.data.mixture import at_hand
-from ortlaunch.worker.model.model import LossModule, give_back_cache
-from ortlaunch.worker.onnx.onnx_own import Exported, own_batches, own_outputs
+from ortlaunch.worker.data.mixture import readable_indices
+from ortlaunch.worker.model.model import LossModule, restore_cache_setting
+from ortlaunch.worker.onnx.onnx_own import ExportedModule, prepare_own_outputs, sample_batches
 
 if TYPE_CHECKING:
     pass
 
 OPSET = 17
 # The largest allowed difference of a logit from PyTorch's.
-LIMIT = 1e-4
+DIFFERENCE_LIMIT = 1e-4
 # Bytes: protobuf's 2 GiB, less room for the graph itself.
 _MOST_IN_ONE_FILE = 2**31 - 2**16
 # Tensors of a batch that are no inputs of the graph: labels, and the additions of packing.
@@ -45,7 +45,7 @@ _LABELS = ("labels", "next_sentence_label", "position_ids", "document_ids")
 Batch = dict[str, torch.Tensor]
 
 
-class Sizes(NamedTuple):
+class VariableAxes(NamedTuple):
     """The variable axes of all inputs and outputs."""
 
     inputs: dict[str, dict[int, str]]
@@ -54,19 +54,21 @@ class Sizes(NamedTuple):
     """Output to its variable axes, each with the name of its size."""
 
 
-class Logits(Exported):
+class LogitsModel(ExportedModule):
     """A model of transformers without its loss: its logits."""
 
     def outputs_by_name(self, *tensors: torch.Tensor) -> Batch:
         """Return the same logits by transformers' names."""
         output = self.model(**dict(zip(self.inputs, tensors)), return_dict=True)
-        found = {name: value for name, value in output.items() if name.endswith("logits")}
-        if not found:
+        logits_by_name = {name: value for name, value in output.items() if name.endswith("logits")}
+        if not logits_by_name:
             raise InputError(f"--format onnx: {type(self.model).__name__} returns no logits")
-        return found
+        return logits_by_name
 
 
-def onnx(recipe: Recipe, folder: Path, trained: LossModule, data: LoadedData) -> OnnxCheck:
+def export_onnx(
+    recipe: Recipe, folder: Path, trained_module: LossModule, data: LoadedData
+) -> OnnxCheck:
     """Write model.onnx, config and tokenizer into an existing folder.
 
     Weights above 2 GiB are written into a second file, model.onnx_data.
@@ -79,53 +81,64 @@ def onnx(recipe: Recipe, folder: Path, trained: LossModule, data: LoadedData) ->
         InputError: the model returns nothing that could be an output.
         MissingDependency: onnx or onnxruntime is not installed.
     """
-    _require()
-    model: Any = trained.model.float()
+    _require_packages()
+    model: Any = trained_module.model.float()
     if recipe.model.lora:
         model = model.merge_and_unload(safe_merge=True)
-    whole: Exported
+    exported_module: ExportedModule
     if recipe.model.traits.is_own:
-        whole, batches = own_outputs(recipe, model, data)
+        exported_module, batches = prepare_own_outputs(recipe, model, data)
     else:
         batches = media_batches(recipe, model, data) or real_batches(model, data)
-        whole = Logits(model, tuple(batches[0])).eval()
-    sizes = _sizes(whole, batches)
-    decisions = _write(whole, batches[0], sizes, folder)
+        exported_module = LogitsModel(model, tuple(batches[0])).eval()
+    sizes = _variable_axes(exported_module, batches)
+    decisions = _export_graph(exported_module, batches[0], sizes, folder)
     # In transformers' models such values are sizes; the comparison shows whether they matter.
     if not recipe.model.traits.is_own:
         decisions = []
-    for place in decisions:
+    for source_location in decisions:
         print(
-            f"{place}: Python reads a tensor's value here: the graph always uses the value from "
+            f"{source_location}: Python reads a tensor's value here: the graph always uses the value from "
             "the traced batch (for a size write x.shape[0] without int)"
         )
-    inputs = _inputs_of_graph(folder / "model.onnx", [*sizes.inputs])
-    worst = largest(difference(whole, batch, folder / "model.onnx") for batch in batches)
+    inputs = _used_graph_inputs(folder / "model.onnx", [*sizes.inputs])
+    largest_found = largest_or_nan(
+        largest_output_difference(exported_module, batch, folder / "model.onnx")
+        for batch in batches
+    )
     # `not <=` also refuses nan.
-    if not worst <= LIMIT:
+    if not largest_found <= DIFFERENCE_LIMIT:
         raise EngineError(
-            f"ONNX Runtime's outputs differ from PyTorch's by {worst:.3g}; the limit is {LIMIT:g}"
+            f"ONNX Runtime's outputs differ from PyTorch's by {largest_found:.3g}; the limit is {DIFFERENCE_LIMIT:g}"
         )
-    _save_surroundings(trained, model, folder, (data.tokenizer, load_processor(recipe)))
-    shapes = [_shape(batch, sizes) for batch in batches]
-    kept = {name: sizes.inputs[name] for name in inputs}
-    axes = {name: [*axes] for name, axes in {**kept, **sizes.outputs}.items()}
-    beside = (folder / _BESIDE).exists()
+    _save_surroundings(trained_module, model, folder, (data.tokenizer, load_processor(recipe)))
+    shapes = [_variable_sizes(batch, sizes) for batch in batches]
+    input_axes = {name: sizes.inputs[name] for name in inputs}
+    axes = {name: [*axes] for name, axes in {**input_axes, **sizes.outputs}.items()}
+    has_external_data = (folder / _EXTERNAL_DATA).exists()
     return OnnxCheck(
-        OPSET, inputs, list(sizes.outputs), worst, LIMIT, shapes, beside, axes, decisions
+        OPSET,
+        inputs,
+        list(sizes.outputs),
+        largest_found,
+        DIFFERENCE_LIMIT,
+        shapes,
+        has_external_data,
+        axes,
+        decisions,
     )
 
 
-def _shape(batch: Batch, sizes: Sizes) -> list[int]:
+def _variable_sizes(batch: Batch, sizes: VariableAxes) -> list[int]:
     """Return the sizes of the first input's variable axes: samples and, if variable, length."""
     name, value = next(iter(batch.items()))
     return [value.size(axis) for axis in sizes.inputs[name]]
 
 
-_BESIDE = "model.onnx_data"
+_EXTERNAL_DATA = "model.onnx_data"
 
 
-def _require() -> None:
+def _require_packages() -> None:
     try:
         for name in ("onnx", "onnxruntime"):
             import_module(name)
@@ -142,80 +155,91 @@ def media_batches(recipe: Recipe, model: Any, data: LoadedData) -> list[Batch] |
 
     A decoder gets the words before each label, as in training.
     """
-    batches = own_batches(recipe, data)
+    batches = sample_batches(recipe, data)
     if "input_ids" in batches[0]:
         return None
     inputs = []
     for batch in batches:
-        given = {name: value for name, value in batch.items() if name not in _LABELS}
+        graph_inputs = {name: value for name, value in batch.items() if name not in _LABELS}
         if model.config.is_encoder_decoder and "labels" in batch:
             # In training transformers does this inside the pass.
-            words = batch["labels"].roll(1, 1)
-            words[:, 0] = model.config.decoder_start_token_id
-            given["decoder_input_ids"] = words.masked_fill(words < 0, model.config.pad_token_id)
-        inputs.append(given)
+            decoder_ids = batch["labels"].roll(1, 1)
+            decoder_ids[:, 0] = model.config.decoder_start_token_id
+            graph_inputs["decoder_input_ids"] = decoder_ids.masked_fill(
+                decoder_ids < 0, model.config.pad_token_id
+            )
+        inputs.append(graph_inputs)
     return inputs
 
 
 def real_batches(model: nn.Module, data: LoadedData) -> list[Batch]:
     """Return three batches of the run's own data: padded, shorter, and with a single sample."""
     samples = data.evaluation or data.train
-    hand = at_hand(samples)
-    whole = collate([samples.sample(hand[index % len(hand)], epoch=0) for index in range(3)])
-    length = whole["input_ids"].size(1)
+    indices = readable_indices(samples)
+    full_batch = collate(
+        [samples.sample(indices[index % len(indices)], epoch=0) for index in range(3)]
+    )
+    length = full_batch["input_ids"].size(1)
     batch = {}
-    for name in _inputs(model, whole):
-        batch[name] = whole.get(
-            name, torch.full_like(whole["input_ids"], int(name == "attention_mask"))
+    for name in _graph_input_names(model, full_batch):
+        batch[name] = full_batch.get(
+            name, torch.full_like(full_batch["input_ids"], int(name == "attention_mask"))
         )
     padded = {name: value.clone() for name, value in batch.items()}
-    pad = getattr(data.tokenizer, "pad_token_id", None) or 0
-    for row, kept in enumerate((length, length // 2 + 1, length // 4 + 1)):
-        padded["attention_mask"][row, kept:] = 0
-        padded["input_ids"][row, kept:] = pad
+    padding_id = getattr(data.tokenizer, "pad_token_id", None) or 0
+    for row, kept_length in enumerate((length, length // 2 + 1, length // 4 + 1)):
+        padded["attention_mask"][row, kept_length:] = 0
+        padded["input_ids"][row, kept_length:] = padding_id
     shorter = {name: value[:2, : length // 2 + 1] for name, value in padded.items()}
     return [padded, shorter, {name: value[:1] for name, value in batch.items()}]
 
 
-def _inputs(model: nn.Module, batch: Batch) -> list[str]:
+def _graph_input_names(model: nn.Module, batch: Batch) -> list[str]:
     """Return the names of the graph's inputs, in the order of the parameters of forward.
 
     They are the batch's tensors without labels, the mask, and token types if the model has several.
     """
-    taken = inspect.signature(model.forward).parameters
-    if "input_ids" not in batch or "attention_mask" not in taken:
+    forward_parameters = inspect.signature(model.forward).parameters
+    if "input_ids" not in batch or "attention_mask" not in forward_parameters:
         raise InputError(
             f"--format onnx needs a text model with input_ids and attention_mask; got {[*batch]}"
         )
-    wanted = {"attention_mask", *batch} - {*_LABELS}
+    wanted_names = {"attention_mask", *batch} - {*_LABELS}
     if (getattr(model.config, "type_vocab_size", None) or 0) > 1:
-        wanted.add("token_type_ids")
-    return [name for name in taken if name in wanted]
+        wanted_names.add("token_type_ids")
+    return [name for name in forward_parameters if name in wanted_names]
 
 
 @torch.no_grad()
-def _sizes(whole: Exported, batches: list[Batch]) -> Sizes:
+def _variable_axes(exported_module: ExportedModule, batches: list[Batch]) -> VariableAxes:
     """Return the variable axes: axis 0, and axes whose size differs between the batches.
 
     Axes with equal sizes in every batch get one name.
     """
-    words: dict[tuple[int, ...], str] = {}
+    name_by_sizes: dict[tuple[int, ...], str] = {}
 
-    def axes(several: list[Batch]) -> dict[str, dict[int, str]]:
-        found: dict[str, dict[int, str]] = {}
-        for name in several[0]:
-            found[name] = {0: "batch"}
-            for axis, sizes in [*enumerate(zip(*(each[name].shape for each in several)))][1:]:
+    def axes_of_batches(named_tensors: list[Batch]) -> dict[str, dict[int, str]]:
+        axes_by_name: dict[str, dict[int, str]] = {}
+        for name in named_tensors[0]:
+            axes_by_name[name] = {0: "batch"}
+            for axis, sizes in [
+                *enumerate(zip(*(tensors[name].shape for tensors in named_tensors)))
+            ][1:]:
                 if len({*sizes}) > 1:
-                    found[name][axis] = words.setdefault(
-                        sizes, f"length_{len(words) + 1}" if words else "length"
+                    axes_by_name[name][axis] = name_by_sizes.setdefault(
+                        sizes, f"length_{len(name_by_sizes) + 1}" if name_by_sizes else "length"
                     )
-        return found
+        return axes_by_name
 
-    return Sizes(axes(batches), axes([whole.outputs_by_name(*batch.values()) for batch in batches]))
+    return VariableAxes(
+        axes_of_batches(batches),
+        axes_of_batches([exported_module.outputs_by_name(*batch.values()) for batch in batches]),
+    )
 
 
-def _write(whole: Exported, batch: Batch, sizes: Sizes, folder: Path) -> list[str]:
+def _export_graph(
+    exported_module: ExportedModule, batch: Batch, sizes: VariableAxes, folder: Path
+) -> list[str]:
     """Write and check model.onnx, with the weights in a second file if they are too large for one.
 
     Returns:
@@ -223,12 +247,14 @@ def _write(whole: Exported, batch: Batch, sizes: Sizes, folder: Path) -> list[st
     """
     import onnx
 
-    _require_evaluation(whole)
+    _require_evaluation_mode(exported_module)
     parts = folder / "parts"
     parts.mkdir()
     with (
-        warnings.catch_warnings(record=True) as told,
-        mock.patch.object(torch, "broadcast_tensors", partial(_broadcast, torch.broadcast_tensors)),
+        warnings.catch_warnings(record=True) as trace_warnings,
+        mock.patch.object(
+            torch, "broadcast_tensors", partial(_broadcast_unless_equal, torch.broadcast_tensors)
+        ),
     ):
         warnings.simplefilter("ignore")
         # Tracing warns of everything that it makes a constant.
@@ -237,7 +263,7 @@ def _write(whole: Exported, batch: Batch, sizes: Sizes, folder: Path) -> list[st
             # Whisper and MultiheadAttention need these operators.
             export = with_forms(torch.onnx.export, "diff", "cumsum", "unflatten")
             with_autocasts_cache(export)(
-                whole, tuple(batch.values()), str(parts / "model.onnx"), input_names=[*sizes.inputs],
+                exported_module, tuple(batch.values()), str(parts / "model.onnx"), input_names=[*sizes.inputs],
                 output_names=[*sizes.outputs], dynamic_axes={**sizes.inputs, **sizes.outputs}, opset_version=OPSET,
                 dynamo=False,
             )  # fmt: skip
@@ -247,26 +273,34 @@ def _write(whole: Exported, batch: Batch, sizes: Sizes, folder: Path) -> list[st
                 f"--format onnx: the model does not export: {first_message_line(error)}"
             ) from error
     # The exporter sets every module to the mode of the outermost one.
-    _require_evaluation(whole)
-    written = [path.stat().st_size for path in parts.iterdir()]
+    _require_evaluation_mode(exported_module)
+    file_sizes = [path.stat().st_size for path in parts.iterdir()]
     # For such a model the exporter has written a file for each tensor.
-    if sum(written) > _MOST_IN_ONE_FILE:
+    if sum(file_sizes) > _MOST_IN_ONE_FILE:
         graph = onnx.load(str(parts / "model.onnx"))
         onnx.save_model(
-            graph, str(folder / "model.onnx"), save_as_external_data=True, location=_BESIDE
+            graph, str(folder / "model.onnx"), save_as_external_data=True, location=_EXTERNAL_DATA
         )
     else:
         (parts / "model.onnx").replace(folder / "model.onnx")
     shutil.rmtree(parts)
     onnx.checker.check_model(str(folder / "model.onnx"), full_check=True)
     # Other warnings of tracing are not about values that Python reads.
-    taken = (
-        each for each in told if str(each.message).startswith("Converting a tensor to a Python")
+    python_reads = (
+        trace_warning
+        for trace_warning in trace_warnings
+        if str(trace_warning.message).startswith("Converting a tensor to a Python")
     )
-    return [*dict.fromkeys(f"{each.filename}:{each.lineno}" for each in taken)]
+    return [
+        *dict.fromkeys(
+            f"{trace_warning.filename}:{trace_warning.lineno}" for trace_warning in python_reads
+        )
+    ]
 
 
-def _broadcast(plainly: Callable[..., Any], *given: torch.Tensor) -> Sequence[torch.Tensor]:
+def _broadcast_unless_equal(
+    original: Callable[..., Any], *tensors: torch.Tensor
+) -> Sequence[torch.Tensor]:
     """Leave tensors of one size as they are.
 
     A trace would take the result for the scores themselves, so that the graph would need the labels
@@ -274,31 +308,36 @@ def _broadcast(plainly: Callable[..., Any], *given: torch.Tensor) -> Sequence[to
     """
     # In a trace sizes are tensors.
     with untraced():
-        shapes = {each.shape for each in given}
-    found: Sequence[torch.Tensor] = given if len(shapes) == 1 else plainly(*given)
-    return found
+        shapes = {tensor.shape for tensor in tensors}
+    broadcast: Sequence[torch.Tensor] = tensors if len(shapes) == 1 else original(*tensors)
+    return broadcast
 
 
-def _require_evaluation(module: nn.Module) -> None:
+def _require_evaluation_mode(module: nn.Module) -> None:
     training = [name for name, part in module.named_modules() if part.training]
     assert not training, f"not in evaluation mode: {training[:3]}"
 
 
-def _inputs_of_graph(path: Path, inputs: list[str]) -> list[str]:
+def _used_graph_inputs(graph_path: Path, inputs: list[str]) -> list[str]:
     """Return the inputs that the graph has, and print the others.
 
     The exporter leaves out inputs on which no output depends, such as weights of the loss.
     """
     import onnx
 
-    found = {each.name for each in onnx.load(str(path), load_external_data=False).graph.input}
-    if unused := [name for name in inputs if name not in found]:
+    graph_inputs = {
+        graph_input.name
+        for graph_input in onnx.load(str(graph_path), load_external_data=False).graph.input
+    }
+    if unused := [name for name in inputs if name not in graph_inputs]:
         print(f"not inputs of the graph, because no output depends on them: {', '.join(unused)}")
-    return [name for name in inputs if name in found]
+    return [name for name in inputs if name in graph_inputs]
 
 
 @torch.no_grad()
-def difference(whole: Exported, batch: Batch, path: Path) -> float:
+def largest_output_difference(
+    exported_module: ExportedModule, batch: Batch, graph_path: Path
+) -> float:
     """Return the largest difference of any output from PyTorch's, on the CPU.
 
     Raises:
@@ -311,46 +350,50 @@ def difference(whole: Exported, batch: Batch, path: Path) -> float:
     options.log_severity_level = 4
     try:
         session = onnxruntime.InferenceSession(
-            str(path), options, providers=["CPUExecutionProvider"]
+            str(graph_path), options, providers=["CPUExecutionProvider"]
         )
-        given = {each.name: batch[each.name].numpy() for each in session.get_inputs()}
-        found = session.run([*whole.outputs_by_name(*batch.values())], given)
+        input_arrays = {
+            graph_input.name: batch[graph_input.name].numpy()
+            for graph_input in session.get_inputs()
+        }
+        ort_outputs = session.run([*exported_module.outputs_by_name(*batch.values())], input_arrays)
     # onnxruntime has a class of its own for each type of error.
     except Exception as error:
         raise EngineError(
             f"--format onnx: ONNX Runtime cannot run it: {first_message_line(error)}"
         ) from error
-    return largest(
-        _apart(torch.from_numpy(one), other) for one, other in zip(found, whole(*batch.values()))
+    return largest_or_nan(
+        _tensor_difference(torch.from_numpy(ort_output), torch_output)
+        for ort_output, torch_output in zip(ort_outputs, exported_module(*batch.values()))
     )
 
 
-def largest(differences: Iterable[float]) -> float:
+def largest_or_nan(differences: Iterable[float]) -> float:
     """Return the largest difference; nan if any is nan."""
     # Python's max ignores a nan that is not the first value.
     return float(torch.tensor([*differences], dtype=torch.float64).max())
 
 
-def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
-    if one.shape != other.shape:
-        shapes = f"shape {tuple(one.shape)} by ONNX Runtime, and {tuple(other.shape)} by PyTorch"
+def _tensor_difference(ort_output: torch.Tensor, torch_output: torch.Tensor) -> float:
+    if ort_output.shape != torch_output.shape:
+        shapes = f"shape {tuple(ort_output.shape)} by ONNX Runtime, and {tuple(torch_output.shape)} by PyTorch"
         raise EngineError(
             f"--format onnx: an output has {shapes}; sizes that forward reads in Python are fixed"
         )
-    if not one.numel():
+    if not ort_output.numel():
         return 0.0
-    apart = (one.double() - other.double()).abs()
+    absolute_difference = (ort_output.double() - torch_output.double()).abs()
     # The difference of equal infinities is nan, so that equal values are set to 0.
-    return float(apart.masked_fill(one == other, 0.0).max())
+    return float(absolute_difference.masked_fill(ort_output == torch_output, 0.0).max())
 
 
 def _save_surroundings(
-    trained: LossModule, model: Any, folder: Path, preparing: Iterable[Any]
+    trained_module: LossModule, model: Any, folder: Path, preprocessors: Iterable[Any]
 ) -> None:
     """Write config, tokenizer and processor beside the graph, as in a transformers folder."""
-    give_back_cache(model, trained.generates_with_cache)
+    restore_cache_setting(model, trained_module.generates_with_cache)
     if hasattr(getattr(model, "config", None), "save_pretrained"):
         model.config.save_pretrained(folder)
-    for part in preparing:
+    for part in preprocessors:
         if part is not None:
             part.save_pretrained(folder)

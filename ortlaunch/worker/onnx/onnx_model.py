@@ -39,29 +39,33 @@ class OnnxModel(nn.Module):
             InputError: onnxruntime cannot load the graph, or it has no logits.
         """
         super().__init__()
-        self.session = _session(path)
+        self.session = _load_session(path)
         self.task = task
         self.config = config
-        self.inputs = [each.name for each in self.session.get_inputs()]
-        self.outputs = [each.name for each in self.session.get_outputs()]
+        self.inputs = [graph_value.name for graph_value in self.session.get_inputs()]
+        self.outputs = [graph_value.name for graph_value in self.session.get_outputs()]
         if not {"logits", "prediction_logits"} & {*self.outputs}:
             raise InputError(
                 f"{path} has outputs {', '.join(self.outputs)}; none of them is called logits"
             )
 
     def forward(self, **batch: torch.Tensor) -> Batch:
-        found = self.session.run(self.outputs, arrays(self.inputs, batch))
-        output = {name: torch.from_numpy(value) for name, value in zip(self.outputs, found)}
-        return {"loss": loss(self.task, output, batch), **output} if "labels" in batch else output
+        output_arrays = self.session.run(self.outputs, graph_input_arrays(self.inputs, batch))
+        output = {name: torch.from_numpy(value) for name, value in zip(self.outputs, output_arrays)}
+        return (
+            {"loss": transformers_loss(self.task, output, batch), **output}
+            if "labels" in batch
+            else output
+        )
 
 
-def arrays(inputs: Sequence[str], batch: Batch) -> Json:
+def graph_input_arrays(inputs: Sequence[str], batch: Batch) -> Json:
     """Return the inputs of a graph as arrays for onnxruntime, from a batch.
 
     Raises:
         InputError: the batch lacks an input of the graph.
     """
-    found = {}
+    array_by_name = {}
     for name in inputs:
         if name not in batch and (name not in _ABSENT or "input_ids" not in batch):
             raise InputError(
@@ -69,11 +73,11 @@ def arrays(inputs: Sequence[str], batch: Batch) -> Json:
                 f"{', '.join(batch)}"
             )
         value = batch[name] if name in batch else torch.full_like(batch["input_ids"], _ABSENT[name])
-        found[name] = value.contiguous().numpy()
-    return found
+        array_by_name[name] = value.contiguous().numpy()
+    return array_by_name
 
 
-def _session(path: Path) -> Any:
+def _load_session(path: Path) -> Any:
     try:
         import onnxruntime
     except ImportError:
@@ -90,7 +94,7 @@ def _session(path: Path) -> Any:
         ) from None
 
 
-def loss(task: str, output: Batch, batch: Batch) -> torch.Tensor:
+def transformers_loss(task: str, output: Batch, batch: Batch) -> torch.Tensor:
     """Return the loss as transformers' models compute it.
 
     It is the mean cross entropy; for regression, the mean squared error.
@@ -107,9 +111,9 @@ def loss(task: str, output: Batch, batch: Batch) -> torch.Tensor:
     # Multi-label classification: each class of a sample is true or false.
     if labels.is_floating_point():
         return functional.binary_cross_entropy_with_logits(logits, labels)
-    found = functional.cross_entropy(logits.flatten(0, -2), labels.flatten())
+    token_loss = functional.cross_entropy(logits.flatten(0, -2), labels.flatten())
     if "next_sentence_label" in batch:
-        found = found + functional.cross_entropy(
+        token_loss = token_loss + functional.cross_entropy(
             output["seq_relationship_logits"], batch["next_sentence_label"]
         )
-    return found
+    return token_loss

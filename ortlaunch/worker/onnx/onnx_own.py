@@ -14,9 +14,9 @@ from torch import nn
 
 from ortlaunch.errors import InputError
 from ortlaunch.recipe import Recipe
-from ortlaunch.worker.data import LoadedData, stack_of
-from ortlaunch.worker.data.mixture import at_hand
-from ortlaunch.worker.model.model import loss_of
+from ortlaunch.worker.data import LoadedData, batch_function
+from ortlaunch.worker.data.mixture import readable_indices
+from ortlaunch.worker.model.model import required_loss
 from ortlaunch.worker.model.own_numbers import LOSS, outputs_by_name
 
 Batch = dict[str, torch.Tensor]
@@ -24,7 +24,7 @@ Batch = dict[str, torch.Tensor]
 _SAMPLES = ((0, 1, 2), (3, 4), (5,))
 
 
-class Exported(nn.Module):
+class ExportedModule(nn.Module):
     """A model as a graph: `forward(*inputs)` -> a tuple of the outputs that a subclass names."""
 
     def __init__(self, model: nn.Module, inputs: Sequence[str]) -> None:
@@ -40,7 +40,7 @@ class Exported(nn.Module):
         raise NotImplementedError
 
 
-class Outputs(Exported):
+class OutputsModel(ExportedModule):
     """A model without its loss: the outputs with a row for each sample."""
 
     def __init__(self, model: nn.Module, inputs: Sequence[str], outputs: Sequence[str]) -> None:
@@ -49,23 +49,30 @@ class Outputs(Exported):
 
     def outputs_by_name(self, *tensors: torch.Tensor) -> Batch:
         """Return the same outputs by name."""
-        found = _tensors(self.model(**dict(zip(self.inputs, tensors))))
-        return {name: found[name] for name in self.outputs}
+        named_outputs = _output_tensors(self.model(**dict(zip(self.inputs, tensors))))
+        return {name: named_outputs[name] for name in self.outputs}
 
 
-def own_batches(recipe: Recipe, data: LoadedData) -> list[Batch]:
+def sample_batches(recipe: Recipe, data: LoadedData) -> list[Batch]:
     """Return batches of three samples, two and one of the run's own data."""
     samples = data.evaluation or data.train
-    hand = at_hand(samples)
-    stack = stack_of(recipe)
+    indices_at_hand = readable_indices(samples)
+    stack = batch_function(recipe)
     return [
-        stack([samples.sample(hand[index % len(hand)], epoch=0) for index in indices])
+        stack(
+            [
+                samples.sample(indices_at_hand[index % len(indices_at_hand)], epoch=0)
+                for index in indices
+            ]
+        )
         for indices in _SAMPLES
     ]
 
 
 @torch.no_grad()
-def own_outputs(recipe: Recipe, model: nn.Module, data: LoadedData) -> tuple[Outputs, list[Batch]]:
+def prepare_own_outputs(
+    recipe: Recipe, model: nn.Module, data: LoadedData
+) -> tuple[OutputsModel, list[Batch]]:
     """Return the part of a model that the graph will have, and batches of the run's own data.
 
     The batches have three samples, two and one.
@@ -74,13 +81,17 @@ def own_outputs(recipe: Recipe, model: nn.Module, data: LoadedData) -> tuple[Out
         InputError: the model has no output besides its loss, or one with the name of an input.
     """
     model = model.eval()
-    whole = own_batches(recipe, data)
-    inputs = _inputs(model, whole[0])
-    batches = [{name: batch[name] for name in inputs} for batch in whole]
-    found = [_tensors(model(**batch)) for batch in batches]
+    full_batches = sample_batches(recipe, data)
+    inputs = _needed_inputs(model, full_batches[0])
+    batches = [{name: batch[name] for name in inputs} for batch in full_batches]
+    outputs_by_batch = [_output_tensors(model(**batch)) for batch in batches]
     sizes = [len(indices) for indices in _SAMPLES]
     # Outputs with as many rows as samples, in each batch.
-    outputs = [name for name in found[0] if [len(each.get(name, ())) for each in found] == sizes]
+    outputs = [
+        name
+        for name in outputs_by_batch[0]
+        if [len(batch_outputs.get(name, ())) for batch_outputs in outputs_by_batch] == sizes
+    ]
     for name in outputs:
         if name in inputs:
             raise InputError(
@@ -95,46 +106,50 @@ def own_outputs(recipe: Recipe, model: nn.Module, data: LoadedData) -> tuple[Out
             'let it return {"loss": LOSS, "NAME": TENSOR}, '
             "and each TENSOR is an output of the graph"
         )
-    return Outputs(model, inputs, outputs).eval(), batches
+    return OutputsModel(model, inputs, outputs).eval(), batches
 
 
-def _inputs(model: nn.Module, batch: Batch) -> list[str]:
+def _needed_inputs(model: nn.Module, batch: Batch) -> list[str]:
     """Return the names of the tensors that forward needs, in the order of its parameters.
 
     A tensor is left out if forward returns the same outputs and no loss without it.
     """
-    taken = inspect.signature(model.forward).parameters
-    wild = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values())
-    given = [name for name in taken if name in batch] + [
-        name for name in batch if wild and name not in taken
+    forward_parameters = inspect.signature(model.forward).parameters
+    takes_any_name = any(
+        parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in forward_parameters.values()
+    )
+    candidate_names = [name for name in forward_parameters if name in batch] + [
+        name for name in batch if takes_any_name and name not in forward_parameters
     ]
-    expected = [*_tensors(model(**{name: batch[name] for name in given})).values()]
+    expected = [*_output_tensors(model(**{name: batch[name] for name in candidate_names})).values()]
 
-    def without(*left_out: str) -> list[str]:
+    def names_if_sufficient(*left_out: str) -> list[str]:
         """Return the remaining names if they are sufficient, else all names (the same list)."""
-        rest = [name for name in given if name not in left_out]
+        remaining = [name for name in candidate_names if name not in left_out]
         try:
-            output = model(**{name: batch[name] for name in rest})
+            output = model(**{name: batch[name] for name in remaining})
         # The user's own forward may raise anything: it needs these tensors.
         except Exception:
-            return given
-        found = [*_tensors(output).values()]
-        same = len(found) == len(expected) and all(map(torch.equal, found, expected))
-        return rest if same and not _has_loss(output) else given
+            return candidate_names
+        tensors = [*_output_tensors(output).values()]
+        is_same = len(tensors) == len(expected) and all(map(torch.equal, tensors, expected))
+        return remaining if is_same and not _has_loss(output) else candidate_names
 
     # Tensors that can be left out one by one may still be needed together: `without` checks them.
-    return without(*(name for name in given if without(name) is not given))
+    return names_if_sufficient(
+        *(name for name in candidate_names if names_if_sufficient(name) is not candidate_names)
+    )
 
 
 def _has_loss(output: Any) -> bool:
     try:
-        loss_of(output)
+        required_loss(output)
     except InputError:
         return False
     return True
 
 
-def _tensors(output: Any) -> Batch:
+def _output_tensors(output: Any) -> Batch:
     """Return the named output tensors, without the loss and without scalars."""
     pairs = {"output": output} if isinstance(output, torch.Tensor) else outputs_by_name(output)
     return {

@@ -13,29 +13,29 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from ortlaunch.worker.process_group.distributed import DistributedContext, side_group
-from ortlaunch.worker.supervision.requests import RankRequest, Requests
+from ortlaunch.worker.process_group.distributed import DistributedContext, create_side_group
+from ortlaunch.worker.supervision.requests import RankRequest, RankRequests
 
 
-class Agreement:
+class RankAgreement:
     """The requests of all ranks, agreed on by all of them at the same step.
 
     Every rank calls `begin`, does some work and calls `end`, in the same order. `add` adds a
     request of this process itself, such as that of a clock. A request of one rank applies to all.
     """
 
-    def __init__(self, group: DistributedContext, requests: Requests) -> None:
+    def __init__(self, group: DistributedContext, requests: RankRequests) -> None:
         self.requests = requests
-        self.stopped = RankRequest.NOTHING
-        self._channel = side_group() if group.size > 1 else None
+        self.agreed_stop = RankRequest.NOTHING
+        self._channel = create_side_group() if group.size > 1 else None
         self._number = torch.zeros(1, dtype=torch.int32)
         self._work: dist.Work | None = None
 
-    def add(self, request: RankRequest) -> None:
+    def add_request(self, request: RankRequest) -> None:
         """Add a request of this rank to all ranks."""
-        self.requests.add(request)
+        self.requests.add_request(request)
 
-    def begin(self) -> None:
+    def send_request(self) -> None:
         """Send this rank's request; do not wait."""
         if self._channel is not None:
             self._number[0] = int(self.requests.requested)
@@ -50,41 +50,41 @@ class Agreement:
             finally:
                 torch._C._autograd._enable_record_function(True)
 
-    def end(self) -> RankRequest:
+    def finish_agreement(self) -> RankRequest:
         """Return the agreed request of all ranks.
 
         A request that came after `begin` belongs to the next agreement.
         """
         # The first call ends the first step. From then on there is something to save, and signals
         # are requests instead of ending the process.
-        self.requests.listen()
+        self.requests.start_listening()
         if self._channel is None:
             return self.requests.requested
         assert self._work is not None, "begin() comes first"
         self._work.wait()
         return RankRequest(int(self._number))
 
-    def now(self) -> RankRequest:
+    def agree_now(self) -> RankRequest:
         """Agree at once, by `begin` and `end`, after a long operation."""
-        self.begin()
-        return self.end()
+        self.send_request()
+        return self.finish_agreement()
 
-    def saved(self) -> RankRequest:
+    def clear_save_and_agree(self) -> RankRequest:
         """Clear a request to save, which a checkpoint has fulfilled; return the next agreement."""
         if self.requests.requested is RankRequest.SAVE:
             self.requests.requested = RankRequest.NOTHING
-        return self.now()
+        return self.agree_now()
 
 
 @contextmanager
-def agreement(group: DistributedContext) -> Iterator[Agreement]:
+def open_agreement(group: DistributedContext) -> Iterator[RankAgreement]:
     """Accept requests to a training while the context is open (collective)."""
-    requests = Requests()
-    agreed = Agreement(group, requests)
+    requests = RankRequests()
+    rank_agreement = RankAgreement(group, requests)
     try:
-        yield agreed
+        yield rank_agreement
     finally:
-        requests.close()
+        requests.restore_handlers()
     # A request that came too late for any agreement.
-    if not agreed.stopped.stops:
-        requests.take_effect()
+    if not rank_agreement.agreed_stop.stops:
+        requests.end_by_late_request()

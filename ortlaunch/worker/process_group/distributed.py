@@ -26,16 +26,26 @@ from ortlaunch.rank import Rank, detect_rank_and_launcher
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.units import count_with_noun
 from ortlaunch.worker.process_group.flight_recorder import record_collectives
-from ortlaunch.worker.process_group.join import JOIN_TIMEOUT, MET, join, on_one_host, uses_mpi
-from ortlaunch.worker.process_group.peers import only_own_users
-from ortlaunch.worker.supervision.gpus import keep_compiled_kernels, show_planned_gpus, why_no_gpu
+from ortlaunch.worker.process_group.join import (
+    JOIN_TIMEOUT,
+    RANKS_MET,
+    are_all_on_one_host,
+    is_mpi_launcher,
+    start_torch_distributed,
+)
+from ortlaunch.worker.process_group.peers import check_peer_users
+from ortlaunch.worker.supervision.gpus import (
+    no_gpu_reason,
+    set_kernel_cache_variables,
+    set_visible_gpus,
+)
 
 # Groups live as long as the process. A gloo group that is freed joins its threads while it holds
 # the GIL, and one of them may wait for the GIL. This deadlock occurred at the end of a run, when
 # DistributedDataParallel had the last reference.
 _KEPT: list[object] = []
 # Larger worlds connect on demand (see `_connect_on_demand`).
-_MOST_MESH_RANKS = 64
+_MAX_MESH_RANKS = 64
 
 
 class DistributedContext:
@@ -49,10 +59,10 @@ class DistributedContext:
         # torch's process group; None is the default group of all ranks.
         self._channel = channel
 
-    def apart(self) -> DistributedContext:
+    def duplicate_on_new_group(self) -> DistributedContext:
         """Return a context of the same ranks on a new group, for another thread (collective)."""
         return DistributedContext(
-            self.local, torch.device("cpu"), side_group() if self.size > 1 else None
+            self.local, torch.device("cpu"), create_side_group() if self.size > 1 else None
         )
 
     def barrier(self) -> None:
@@ -60,11 +70,11 @@ class DistributedContext:
         if self.size > 1:
             dist.barrier(group=self._channel)
 
-    def mean(self, value: float) -> float:
+    def mean_over_ranks(self, value: float) -> float:
         """Return the mean over the ranks, in float64."""
-        return self.sum(value) / self.size
+        return self.sum_over_ranks(value) / self.size
 
-    def sum(self, value: float) -> float:
+    def sum_over_ranks(self, value: float) -> float:
         """Return the sum over the ranks, in float64."""
         if self.size == 1:
             return value
@@ -76,42 +86,49 @@ class DistributedContext:
         """Return every rank's numbers in rank order, in float64; all ranks give equally many."""
         if self.size == 1:
             return [values]
-        mine = torch.tensor(values, dtype=torch.float64, device=self.device)
-        found = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(found, mine, group=self._channel)
-        return [tensor.tolist() for tensor in found]
+        rank_tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        tensors = [torch.empty_like(rank_tensor) for _ in range(self.size)]
+        dist.all_gather(tensors, rank_tensor, group=self._channel)
+        return [tensor.tolist() for tensor in tensors]
 
     def gather(self, value: object) -> list[Any]:
         """Return every rank's value, in rank order, as JSON reads it: a tuple becomes a list."""
         return list(map(json.loads, self._gather_bytes(json.dumps(value).encode())))
 
-    def collect(self, arrays: Mapping[str, NDArray[Any]]) -> list[dict[str, NDArray[Any]]]:
+    def gather_arrays_on_rank_0(
+        self, arrays: Mapping[str, NDArray[Any]]
+    ) -> list[dict[str, NDArray[Any]]]:
         """Return every rank's arrays by name, in rank order, on rank 0; return [] on the others."""
         if self.size == 1:
             return [dict(arrays)]
-        forms = {name: (array.dtype.str, array.shape) for name, array in arrays.items()}
+        form_by_name = {name: (array.dtype.str, array.shape) for name, array in arrays.items()}
         data = b"".join(array.tobytes() for array in arrays.values())
-        parts = self._gather_bytes(data, to_all=False)
-        return [_arrays_in(*each) for each in zip(self.gather(forms), map(bytearray, parts))]
+        parts = self._gather_bytes(data, is_for_all=False)
+        return [
+            _unpack_arrays(*forms_and_bytes)
+            for forms_and_bytes in zip(self.gather(form_by_name), map(bytearray, parts))
+        ]
 
-    def _gather_bytes(self, data: bytes, to_all: bool = True) -> list[bytes]:
+    def _gather_bytes(self, data: bytes, is_for_all: bool = True) -> list[bytes]:
         """Return every rank's bytes in rank order, on all ranks or on rank 0 alone."""
         # torch's collectives of objects unpickle what comes, which runs the sender's code.
         if self.size == 1:
             return [data]
         sizes = [int(size) for (size,) in self.gather_numbers([len(data)])]
         padded = bytearray(data.ljust(max(1, *sizes), b"\0"))
-        mine = torch.frombuffer(padded, dtype=torch.uint8).to(self.device)
-        found = [torch.empty_like(mine) for _ in sizes if to_all or self.rank == 0]
-        if to_all:
-            dist.all_gather(found, mine, group=self._channel)
+        rank_tensor = torch.frombuffer(padded, dtype=torch.uint8).to(self.device)
+        tensors = [torch.empty_like(rank_tensor) for _ in sizes if is_for_all or self.rank == 0]
+        if is_for_all:
+            dist.all_gather(tensors, rank_tensor, group=self._channel)
         else:
-            dist.gather(mine, found or None, group=self._channel)
-        return [each.cpu().numpy().tobytes()[:size] for each, size in zip(found, sizes)]
+            dist.gather(rank_tensor, tensors or None, group=self._channel)
+        return [tensor.cpu().numpy().tobytes()[:size] for tensor, size in zip(tensors, sizes)]
 
     def print_all(self, lines: list[str]) -> None:
         """Print the lines of all ranks on rank 0, each line once (collective)."""
-        self.print_once(*dict.fromkeys(line for each in self.gather(lines) for line in each))
+        self.print_once(
+            *dict.fromkeys(line for rank_lines in self.gather(lines) for line in rank_lines)
+        )
 
     def print_once(self, *lines: str) -> None:
         """Print the lines on rank 0 alone."""
@@ -119,28 +136,28 @@ class DistributedContext:
             print(*lines, sep="\n", flush=True)
 
 
-def _arrays_in(forms: Mapping[str, tuple[str, Sequence[int]]], data: bytearray) -> Any:
+def _unpack_arrays(form_by_name: Mapping[str, tuple[str, Sequence[int]]], data: bytearray) -> Any:
     """Return the arrays of these types and shapes that lie one after the other in the data."""
-    found: dict[str, NDArray[Any]] = {}
+    arrays: dict[str, NDArray[Any]] = {}
     begin = 0
-    for name, (kind, shape) in forms.items():
-        found[name] = np.ndarray(shape, kind, data, begin)
-        begin += found[name].nbytes
-    return found
+    for name, (dtype_text, shape) in form_by_name.items():
+        arrays[name] = np.ndarray(shape, dtype_text, data, begin)
+        begin += arrays[name].nbytes
+    return arrays
 
 
-def side_group() -> dist.ProcessGroup:
+def create_side_group() -> dist.ProcessGroup:
     """Make another group of all ranks, on the CPU (collective).
 
     Its messages are independent of those of the first group.
     """
-    made: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=JOIN_TIMEOUT)
-    _KEPT.append(made)
-    return made
+    new_group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=JOIN_TIMEOUT)
+    _KEPT.append(new_group)
+    return new_group
 
 
 @contextlib.contextmanager
-def group(plan: Plan, rank: Rank, run: RunDir) -> Iterator[DistributedContext]:
+def join_process_group(plan: Plan, rank: Rank, run: RunDir) -> Iterator[DistributedContext]:
     """Join the planned world; leave it at the end of the context.
 
     Args:
@@ -151,31 +168,33 @@ def group(plan: Plan, rank: Rank, run: RunDir) -> Iterator[DistributedContext]:
     Raises:
         LaunchError: the launcher's world is not the plan's, or the ranks cannot meet.
     """
-    agree(plan, rank)
+    require_planned_rank(plan, rank)
     machine.raise_open_file_limit()
     # Ranks of one host connect at once: who has connected is checked when a group is made.
-    if not on_one_host(rank):
+    if not are_all_on_one_host(rank):
         _connect_on_demand(rank.world_size, os.environ)
     _lower_debug_level(plan, rank)
-    device = _device(plan, rank)
-    found = detect_rank_and_launcher(os.environ)
-    launcher = found[1] if found else ""
+    device = _choose_device(plan, rank)
+    detected_launcher = detect_rank_and_launcher(os.environ)
+    launcher = detected_launcher[1] if detected_launcher else ""
     if device.type == "cuda":
         record_collectives(os.environ, run)
-    with only_own_users():
-        join(plan, rank, run, _backend(plan.node_of(rank.rank).devices, rank, device))
-        _export(rank, device)
+    with check_peer_users():
+        start_torch_distributed(
+            plan, rank, run, _backend_arguments(plan.node_of(rank.rank).devices, rank, device)
+        )
+        _write_rank_variables(rank, device)
         yield DistributedContext(rank, device)
     # Skipped after an error, when other ranks may wait in a collective.
     _KEPT.append(dist.group.WORLD)
     dist.destroy_process_group()
-    if uses_mpi(launcher) and not on_one_host(rank):
+    if is_mpi_launcher(launcher) and not are_all_on_one_host(rank):
         from mpi4py import MPI
 
         MPI.Finalize()
 
 
-def _connect_on_demand(ranks: int, environ: MutableMapping[str, str]) -> None:
+def _connect_on_demand(rank_count: int, environ: MutableMapping[str, str]) -> None:
     """Make gloo connect two ranks at their first message, in large worlds.
 
     A value of the user is kept.
@@ -183,7 +202,7 @@ def _connect_on_demand(ranks: int, environ: MutableMapping[str, str]) -> None:
     # By default each group connects every rank to all others. On demand, an all-reduce needs two
     # connections per rank for any number of ranks (`benchmarks/parts.py gloo_connections`). Small
     # runs keep the full mesh: there a closed port ends the start and not the first step.
-    if ranks > _MOST_MESH_RANKS:
+    if rank_count > _MAX_MESH_RANKS:
         environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 
 
@@ -196,7 +215,7 @@ def _lower_debug_level(plan: Plan, rank: Rank) -> None:
             print("TORCH_DISTRIBUTED_DEBUG: INFO, for DETAIL crashes DistributedDataParallel")
 
 
-def agree(plan: Plan, rank: Rank) -> None:
+def require_planned_rank(plan: Plan, rank: Rank) -> None:
     """Check that the launcher's rank is the planned one.
 
     Raises:
@@ -213,46 +232,50 @@ def agree(plan: Plan, rank: Rank) -> None:
         raise WorldError(f"rank {rank.rank} should be {planned}, the launcher made it {rank}")
 
 
-def agree_on_files(group: DistributedContext, run: RunDir, texts: list[str]) -> None:
+def require_same_files(group: DistributedContext, run: RunDir, file_texts: list[str]) -> None:
     """Check that all ranks have read the same recipe and plan (collective).
 
     Raises:
         LaunchError: this rank and another one have read different files.
     """
     # A rank that started early may have read the files of an older run.
-    digest = hashlib.sha256("".join(texts).encode()).hexdigest()
+    digest = hashlib.sha256("".join(file_texts).encode()).hexdigest()
     digests = group.gather(digest)
-    MET.set()
-    other = next((rank for rank, found in enumerate(digests) if found != digest), None)
-    if other is not None:
+    RANKS_MET.set()
+    other_rank = next(
+        (rank for rank, rank_digest in enumerate(digests) if rank_digest != digest), None
+    )
+    if other_rank is not None:
         raise LaunchError(
-            f"rank {group.rank} and rank {other} have read different files in {run}; start again, "
+            f"rank {group.rank} and rank {other_rank} have read different files in {run}; start again, "
             "in a folder that all hosts share"
         )
 
 
-def _device(plan: Plan, rank: Rank) -> torch.device:
+def _choose_device(plan: Plan, rank: Rank) -> torch.device:
     if plan.device == "cpu":
         return torch.device("cpu")
     devices = plan.node_of(rank.rank).devices
-    index = show_planned_gpus(devices, rank, os.environ)
-    keep_compiled_kernels(os.environ)
-    here = socket.gethostname()
+    index = set_visible_gpus(devices, rank, os.environ)
+    set_kernel_cache_variables(os.environ)
+    host_name = socket.gethostname()
     if not torch.cuda.is_available():
         raise DeviceError(
-            f"the plan trains on cuda, and no GPU is visible on {here}: {why_no_gpu()}"
+            f"the plan trains on cuda, and no GPU is visible on {host_name}: {no_gpu_reason()}"
         )
-    present = torch.cuda.device_count()
-    if index >= present:
+    gpu_count = torch.cuda.device_count()
+    if index >= gpu_count:
         raise DeviceError(
-            f"rank {rank.rank} is planned on GPU {devices[rank.local_rank]} of {here}, and CUDA "
-            f"shows {present} of its planned GPUs ({', '.join(map(str, devices))})"
+            f"rank {rank.rank} is planned on GPU {devices[rank.local_rank]} of {host_name}, and CUDA "
+            f"shows {gpu_count} of its planned GPUs ({', '.join(map(str, devices))})"
         )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
 
-def _backend(devices: Sequence[int], rank: Rank, device: torch.device) -> dict[str, object]:
+def _backend_arguments(
+    devices: Sequence[int], rank: Rank, device: torch.device
+) -> dict[str, object]:
     """Return the arguments of init_process_group.
 
     They are NCCL with the rank's GPU, or gloo on CPUs and where ranks share a GPU.
@@ -268,7 +291,7 @@ def _backend(devices: Sequence[int], rank: Rank, device: torch.device) -> dict[s
     return {"backend": "nccl", **({"device_id": device} if is_given else {})}
 
 
-def _export(rank: Rank, device: torch.device) -> None:
+def _write_rank_variables(rank: Rank, device: torch.device) -> None:
     """Write the rank's variables, which DeepSpeed and transformers read."""
     # Both use LOCAL_RANK as the index of the GPU: 0 if CUDA shows the process only one GPU.
     os.environ.update(

@@ -25,49 +25,53 @@ from ortlaunch.launch_plan import Plan
 from ortlaunch.rank import Rank, detect_rank_and_launcher
 from ortlaunch.run_folder.folder import RunDir, read_own_json, write_json_atomically
 from ortlaunch.units import count_with_noun
-from ortlaunch.worker.process_group.meeting_port import cannot_meet
+from ortlaunch.worker.process_group.meeting_port import cannot_meet_error
 from ortlaunch.worker.supervision import interface
 
 JOIN_TIMEOUT = timedelta(minutes=30)
 # Set after the first collective of all ranks.
-MET = threading.Event()
+RANKS_MET = threading.Event()
 # After this time rank 0 reports ranks that have not arrived.
 _LATE_SECONDS = 20
 _ARRIVED = "ortlaunch/arrived/{}"
 
 
-def join(plan: Plan, rank: Rank, run: RunDir, backend: Mapping[str, Any]) -> None:
+def start_torch_distributed(
+    plan: Plan, rank: Rank, run: RunDir, backend_arguments: Mapping[str, Any]
+) -> None:
     """Start torch.distributed by the means of the launcher.
 
     Args:
         plan: the run's plan.
         rank: this rank.
         run: the run folder.
-        backend: arguments of init_process_group for the backend.
+        backend_arguments: arguments of init_process_group for the backend.
 
     Raises:
         LaunchError: the ranks cannot meet.
     """
-    found = detect_rank_and_launcher(os.environ)
-    launcher = found[1] if found else ""
-    if on_one_host(rank):
+    detected_launcher = detect_rank_and_launcher(os.environ)
+    launcher = detected_launcher[1] if detected_launcher else ""
+    if are_all_on_one_host(rank):
         # Also for a single rank, because it listens, too.
-        _stay_on_loopback(os.environ)
+        _restrict_to_loopback(os.environ)
     if rank.world_size == 1:
-        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, **backend)
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, **backend_arguments)
         return
-    if on_one_host(rank):
-        store: dist.Store | None = _file_store(run.store, rank.world_size)
+    if are_all_on_one_host(rank):
+        store: dist.Store | None = _create_file_store(run.store, rank.world_size)
     elif launcher == "torchrun" and not plan.started_by.is_ours:
         # The user's own torchrun has a store, at the address of its options.
         store = None
-        interface.use(interface.source_address(os.environ["MASTER_ADDR"]) or "", os.environ)
+        interface.restrict_to_interface(
+            interface.source_address_towards(os.environ["MASTER_ADDR"]) or "", os.environ
+        )
     else:
         hosts = [node.host for node in plan.nodes]
         store = (
-            _through_mpi(rank)
-            if uses_mpi(launcher)
-            else _through_folder(rank, _meeting(run, launcher), hosts)
+            _mpi_store(rank)
+            if is_mpi_launcher(launcher)
+            else _run_folder_store(rank, _address_file(run, launcher), hosts)
         )
     try:
         if isinstance(store, dist.TCPStore):
@@ -77,35 +81,39 @@ def join(plan: Plan, rank: Rank, run: RunDir, backend: Mapping[str, Any]) -> Non
                     target=_report_late_ranks, args=(plan, store.host, store.port), daemon=True
                 ).start()
         dist.init_process_group(
-            store=store, rank=rank.rank, world_size=rank.world_size, timeout=JOIN_TIMEOUT, **backend
+            store=store,
+            rank=rank.rank,
+            world_size=rank.world_size,
+            timeout=JOIN_TIMEOUT,
+            **backend_arguments,
         )
     except dist.DistNetworkError as error:
         if store is not None:
             raise
-        raise cannot_meet(os.environ, first_message_line(error)) from None
+        raise cannot_meet_error(os.environ, first_message_line(error)) from None
 
 
-def uses_mpi(launcher: str) -> bool:
+def is_mpi_launcher(launcher_name: str) -> bool:
     """Return whether ranks of this launcher (named as by rank.detect_rank_and_launcher) can meet through MPI."""
-    return "MPI" in launcher or launcher == "MVAPICH"
+    return "MPI" in launcher_name or launcher_name == "MVAPICH"
 
 
-def on_one_host(rank: Rank) -> bool:
+def are_all_on_one_host(rank: Rank) -> bool:
     """Return whether all ranks are on this host."""
     return rank.local_world_size == rank.world_size
 
 
-def _file_store(path: Path, ranks: int) -> dist.Store:
+def _create_file_store(path: Path, rank_count: int) -> dist.Store:
     """Return the store of ranks on one host, in a file."""
     # Create the file before torch does, so that only its owner can ever read or write it.
     os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
     path.chmod(0o600)
-    store = dist.FileStore(str(path), ranks)
+    store = dist.FileStore(str(path), rank_count)
     store.set_timeout(JOIN_TIMEOUT)
     return store
 
 
-def _through_mpi(rank: Rank) -> dist.Store:
+def _mpi_store(rank: Rank) -> dist.Store:
     """Return the store of rank 0, whose address is broadcast through MPI."""
     try:
         from mpi4py import MPI
@@ -122,39 +130,43 @@ def _through_mpi(rank: Rank) -> dist.Store:
             "mpirun"
         )
     hosts = world.allgather(socket.gethostname())
-    listener = _listener(interface.own_address(hosts, os.environ)) if world.rank == 0 else None
-    where = world.bcast(listener and listener.getsockname(), root=0)
-    return _tcp_store(rank, where, listener)
+    listener = (
+        _listen_on_free_port(interface.reachable_own_address(hosts, os.environ))
+        if world.rank == 0
+        else None
+    )
+    endpoint = world.bcast(listener and listener.getsockname(), root=0)
+    return _tcp_store(rank, endpoint, listener)
 
 
-def _through_folder(rank: Rank, path: Path, hosts: Sequence[str]) -> dist.Store:
+def _run_folder_store(rank: Rank, address_file: Path, hosts: Sequence[str]) -> dist.Store:
     """Return the store of rank 0, whose address is in a file of the run folder.
 
     This serves torchrun on each host, and Slurm's steps without MPI.
     """
     if rank.rank == 0:
-        listener = _listener(interface.own_address(hosts, os.environ))
-        write_json_atomically(path, listener.getsockname())
+        listener = _listen_on_free_port(interface.reachable_own_address(hosts, os.environ))
+        write_json_atomically(address_file, listener.getsockname())
         return _tcp_store(rank, listener.getsockname(), listener)
     deadline = time.monotonic() + 300
     pause = 0.05
-    while not (path.exists() and path.stat().st_size):
+    while not (address_file.exists() and address_file.stat().st_size):
         if time.monotonic() > deadline:
             raise LaunchError(
-                f"rank 0 did not write {path} within 300 s; is the run folder shared by all hosts?"
+                f"rank 0 did not write {address_file} within 300 s; is the run folder shared by all hosts?"
             )
         time.sleep(pause)
         # Longer pauses, because thousands of ranks may poll a shared disk.
         pause = min(1.0, pause * 1.2)
-    return _tcp_store(rank, read_own_json(path, list), None)
+    return _tcp_store(rank, read_own_json(address_file, list), None)
 
 
-def _meeting(run: RunDir, launcher: str) -> Path:
+def _address_file(run: RunDir, launcher_name: str) -> Path:
     """Return the file into which rank 0 writes its address.
 
     ortlaunch's own torchrun empties it at each start. Each step of Slurm has a new one.
     """
-    if launcher == "torchrun":
+    if launcher_name == "torchrun":
         return run.meeting
     # A requeued job keeps the first two and changes the third.
     names = (
@@ -165,7 +177,7 @@ def _meeting(run: RunDir, launcher: str) -> Path:
     return run.ready / f"rendezvous-{'.'.join(os.environ.get(name, '') for name in names)}"
 
 
-def _listener(address: str) -> socket.socket:
+def _listen_on_free_port(address: str) -> socket.socket:
     """Return a socket that listens on this address only, on a free port."""
     listener = socket.socket()
     listener.bind((address, 0))
@@ -173,46 +185,52 @@ def _listener(address: str) -> socket.socket:
     return listener
 
 
-def _tcp_store(rank: Rank, where: Sequence[Any], listener: socket.socket | None) -> dist.Store:
-    """Return the store at `where` (address, port); the rank with the listener serves it."""
-    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = where[0], str(where[1])
+def _tcp_store(rank: Rank, endpoint: Sequence[Any], listener: socket.socket | None) -> dist.Store:
+    """Return the store at `endpoint` (address, port); the rank with the listener serves it."""
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = endpoint[0], str(endpoint[1])
     # For libraries that read these variables: the store is not that of torchrun's agent.
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
-    interface.use(where[0] if listener else interface.source_address(where[0]) or "", os.environ)
+    interface.restrict_to_interface(
+        endpoint[0] if listener else interface.source_address_towards(endpoint[0]) or "", os.environ
+    )
     store = functools.partial(
-        dist.TCPStore, where[0], where[1], rank.world_size, wait_for_workers=False
+        dist.TCPStore, endpoint[0], endpoint[1], rank.world_size, wait_for_workers=False
     )
     if listener:
         return store(is_master=True, timeout=JOIN_TIMEOUT, master_listen_fd=listener.detach())
     return store(is_master=False, timeout=JOIN_TIMEOUT)
 
 
-def _stay_on_loopback(environ: MutableMapping[str, str]) -> None:
+def _restrict_to_loopback(environ: MutableMapping[str, str]) -> None:
     """Make gloo and NCCL listen on the loopback interface, unless the user has set an interface.
 
     Raises:
         LaunchError: the interface that the user has set is not on this host.
     """
     # By default they listen on the address of the host's name, which other hosts may reach.
-    interface.use("127.0.0.1", environ)
+    interface.restrict_to_interface("127.0.0.1", environ)
 
 
 def _report_late_ranks(plan: Plan, host: str, port: int) -> None:
     """Print the ranks that have not reached rank 0's port, if the ranks have not met in time."""
-    if MET.wait(_LATE_SECONDS):
+    if RANKS_MET.wait(_LATE_SECONDS):
         return
     # A separate connection, because the first one holds its lock while it waits.
     with contextlib.suppress(dist.DistError):
-        seen = dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
-        late = [rank for rank in range(plan.world_size) if not seen.check([_ARRIVED.format(rank)])]
-        names = ", ".join(f"rank {rank} on host {plan.node_of(rank).host}" for rank in late[:4])
-        more = f" and {len(late) - 4} more" if len(late) > 4 else ""
-        where = f"{names}{more} did not reach {host}:{port}, where ranks connect" if late else (
+        late_store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
+        late_ranks = [
+            rank for rank in range(plan.world_size) if not late_store.check([_ARRIVED.format(rank)])
+        ]
+        names = ", ".join(
+            f"rank {rank} on host {plan.node_of(rank).host}" for rank in late_ranks[:4]
+        )
+        more = f" and {len(late_ranks) - 4} more" if len(late_ranks) > 4 else ""
+        late_text = f"{names}{more} did not reach {host}:{port}, where ranks connect" if late_ranks else (
             "every rank reached rank 0, but connections among the others are missing: check "
             "firewalls between hosts"
         )  # fmt: skip
         print(
-            f"still joining after {_LATE_SECONDS} s: {where}; `ortlaunch doctor` tests every "
+            f"still joining after {_LATE_SECONDS} s: {late_text}; `ortlaunch doctor` tests every "
             "pair of hosts",
             flush=True,
         )

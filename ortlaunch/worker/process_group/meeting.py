@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ortlaunch.errors import LaunchError
 from ortlaunch.worker.process_group.distributed import DistributedContext
-from ortlaunch.worker.supervision.interface import own_address
+from ortlaunch.worker.supervision.interface import reachable_own_address
 from ortlaunch.worker.supervision.pulse import Pulse
 from ortlaunch.worker.supervision.watchdog import Watchdog
 
@@ -21,36 +21,38 @@ _COUNT_SECONDS = 1.0
 
 
 @contextlib.contextmanager
-def beating(group: DistributedContext, watchdog: Watchdog) -> Iterator[None]:
+def exchange_heartbeats(group: DistributedContext, watchdog: Watchdog) -> Iterator[None]:
     """Exchange heartbeats between rank supervisors while the context is open (collective)."""
     if group.size == 1:
         yield
         return
-    place = _place(group, watchdog.exchange.socket)
-    if place is not None:
-        watchdog.pulse.place = place
+    meeting_point = _agree_on_meeting_point(group, watchdog.exchange.socket)
+    if meeting_point is not None:
+        watchdog.pulse.meeting_point = meeting_point
     ended = threading.Event()
-    threading.Thread(target=_count, args=(watchdog.pulse, ended), daemon=True).start()
+    threading.Thread(target=_count_collectives, args=(watchdog.pulse, ended), daemon=True).start()
     try:
         yield
     finally:
         ended.set()
 
 
-def _place(group: DistributedContext, hub: socket.socket | None) -> dict[str, object] | None:
+def _agree_on_meeting_point(
+    group: DistributedContext, hub_socket: socket.socket | None
+) -> dict[str, object] | None:
     """Return address, port, host and key of rank 0's supervisor; None if it has no address.
 
     Rank 0 prints the error if it cannot bind the socket.
     """
     hosts = group.gather(socket.gethostname())
-    place: dict[str, object] | None = None
+    meeting_point: dict[str, object] | None = None
     error = ""
-    if group.rank == 0 and hub is not None:
+    if group.rank == 0 and hub_socket is not None:
         try:
-            hub.bind((_address(group, hosts), 0))
-            address, port = hub.getsockname()
+            hub_socket.bind((_hub_address(group, hosts), 0))
+            address, port = hub_socket.getsockname()
             # The key identifies this run's datagrams.
-            place = {
+            meeting_point = {
                 "address": address, "port": port, "host": hosts[0], "key": os.urandom(16).hex()
             }  # fmt: skip
         except (OSError, LaunchError) as reason:
@@ -60,18 +62,18 @@ def _place(group: DistributedContext, hub: socket.socket | None) -> dict[str, ob
             f"no heartbeats between ranks, stalls are detected for each rank separately: {error}",
             flush=True,
         )
-    of_rank_0: dict[str, object] | None = group.gather(place)[0]
-    return of_rank_0
+    agreed_point: dict[str, object] | None = group.gather(meeting_point)[0]
+    return agreed_point
 
 
-def _address(group: DistributedContext, hosts: list[str]) -> str:
+def _hub_address(group: DistributedContext, hosts: list[str]) -> str:
     one_host = group.local.local_world_size == group.size
-    return "127.0.0.1" if one_host else own_address(hosts, os.environ)
+    return "127.0.0.1" if one_host else reachable_own_address(hosts, os.environ)
 
 
-def _count(pulse: Pulse, ended: threading.Event) -> None:
+def _count_collectives(pulse: Pulse, has_ended: threading.Event) -> None:
     """Record once a second the number of collectives that this rank has started, in all groups."""
-    while not ended.wait(_COUNT_SECONDS):
+    while not has_ended.wait(_COUNT_SECONDS):
         # These names are private in torch: without them heartbeats have no count.
         groups = list(getattr(dist.distributed_c10d._world, "pg_map", {}))
         with contextlib.suppress(RuntimeError, AttributeError):

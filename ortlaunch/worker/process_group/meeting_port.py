@@ -13,19 +13,24 @@ from ortlaunch.errors import LaunchError
 from ortlaunch.rank import Rank, detect_rank_and_launcher
 
 
-def require_free(rank: Rank, environ: Mapping[str, str]) -> None:
+def require_free_port(rank: Rank, environ: Mapping[str, str]) -> None:
     """Check that rank 0 of several hosts can listen on the port of its launcher.
 
     Raises:
         LaunchError: it cannot.
     """
-    found = detect_rank_and_launcher(environ)
+    detected_launcher = detect_rank_and_launcher(environ)
     port = environ.get("MASTER_PORT", "")
     # torchrun's agent itself listens on the port.
-    held = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if rank.rank or rank.local_world_size == rank.world_size or held or not port.isdecimal():
+    is_held_by_agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if (
+        rank.rank
+        or rank.local_world_size == rank.world_size
+        or is_held_by_agent
+        or not port.isdecimal()
+    ):
         return
-    if found is None or found[1] != "torchrun":
+    if detected_launcher is None or detected_launcher[1] != "torchrun":
         return
     with socket.socket() as probe:
         # As torch does: the port of the last run may be in TIME_WAIT.
@@ -33,15 +38,15 @@ def require_free(rank: Rank, environ: Mapping[str, str]) -> None:
         try:
             probe.bind(("", int(port)))
         except (OSError, OverflowError) as error:
-            raise cannot_meet(
+            raise cannot_meet_error(
                 environ, (getattr(error, "strerror", None) or str(error)).lower()
             ) from None
 
 
-def cannot_meet(environ: Mapping[str, str], why: str) -> LaunchError:
+def cannot_meet_error(environ: Mapping[str, str], reason: str) -> LaunchError:
     """Return the error of ranks that cannot meet at the address of the user's own launcher."""
-    where = ":".join(environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    endpoint = ":".join(environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
     return LaunchError(
-        f"ranks cannot connect at {where} (MASTER_ADDR:MASTER_PORT of your launcher): {why}; if "
+        f"ranks cannot connect at {endpoint} (MASTER_ADDR:MASTER_PORT of your launcher): {reason}; if "
         "the port is in use, give another one, as torchrun --master-port"
     )

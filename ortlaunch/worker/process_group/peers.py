@@ -30,7 +30,7 @@ _PAUSE_SECONDS = 0.05
 _ROOT = 0
 
 
-class Socket(NamedTuple):
+class TcpSocket(NamedTuple):
     """A row of the kernel's tables of TCP sockets; addresses are in the kernel's hexadecimal form."""
 
     local: str
@@ -42,84 +42,99 @@ class Socket(NamedTuple):
 
 
 @contextlib.contextmanager
-def only_own_users() -> Iterator[None]:
+def check_peer_users() -> Iterator[None]:
     """Check every process group that is made while the context is open, by whatever library.
 
     The call that makes a group then raises LaunchError if another user has joined it.
     """
     # Every group of torch is made by this function: the first one, those of `new_group`, and those
     # of device meshes.
-    make = c10d._new_process_group_helper
+    make_group = c10d._new_process_group_helper
 
-    @functools.wraps(make)
+    @functools.wraps(make_group)
     def make_checked(*args: Any, **options: Any) -> Any:
-        before = own_inodes()
-        made = make(*args, **options)
-        require_own_users(own_inodes() - before)
-        return made
+        inodes_before = own_socket_inodes()
+        new_group = make_group(*args, **options)
+        require_own_peers(own_socket_inodes() - inodes_before)
+        return new_group
 
     c10d._new_process_group_helper = make_checked
     try:
         yield
     finally:
-        c10d._new_process_group_helper = make
+        c10d._new_process_group_helper = make_group
 
 
-def own_inodes() -> set[int]:
+def own_socket_inodes() -> set[int]:
     """Return the inodes of the sockets of this process."""
     # The handle of the listing itself is closed by now, and resolves to its own path.
     paths = [os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
     return {int(match[1]) for match in map(_SOCKET.search, paths) if match}
 
 
-def require_own_users(inodes: set[int]) -> None:
+def require_own_peers(inodes: set[int]) -> None:
     """Check that the other ends of these sockets on this host belong to this user or to root.
 
     Raises:
         LaunchError: one does not; the message names its user and the ports.
     """
-    if inodes and not any(one.inode in inodes for one in sockets()):
+    if inodes and not any(tcp_socket.inode in inodes for tcp_socket in tcp_sockets()):
         print(
             "the users who have connected to this rank are not known: /proc/net/tcp does not list "
             "its connections",
             flush=True,
         )
     deadline = time.monotonic() + _SETTLING_SECONDS
-    while (foreign := _foreign_end(inodes, sockets())) is not None:
-        if foreign.inode or time.monotonic() > deadline:
-            who = (
-                f"a process of another user (uid {foreign.user})"
-                if foreign.inode
+    while (foreign_peer := _foreign_peer(inodes, tcp_sockets())) is not None:
+        if foreign_peer.inode or time.monotonic() > deadline:
+            peer_text = (
+                f"a process of another user (uid {foreign_peer.user})"
+                if foreign_peer.inode
                 else "a process that has closed the connection since"
             )
             raise LaunchError(
-                f"{who} is connected from port {_port(foreign.local)} to port "
-                f"{_port(foreign.remote)} of this rank, which is for ranks of this run only; "
+                f"{peer_text} is connected from port {_port_of_address(foreign_peer.local)} to port "
+                f"{_port_of_address(foreign_peer.remote)} of this rank, which is for ranks of this run only; "
                 "nothing was sent to it. Start the run again; if it happens again, ask that user "
                 "what runs there (docs/trust.md)"
             )
         time.sleep(_PAUSE_SECONDS)
 
 
-def _foreign_end(inodes: set[int], table: list[Socket]) -> Socket | None:
+def _foreign_peer(inodes: set[int], table: list[TcpSocket]) -> TcpSocket | None:
     """Return the other end of one of these sockets that is on this host and not this user's.
 
     If no process has it, and this user's listeners will not accept it, its inode is 0.
     """
     users = (os.geteuid(), _ROOT)
-    ends = {(one.local, one.remote): one for one in table}
-    here = {_host(one.local) for one in table}
-    accepting = {_port(one.local) for one in table if one.state == _LISTEN and one.user in users}
-    for one in table:
-        if one.inode not in inodes or one.state not in _CONNECTED or _host(one.remote) not in here:
+    socket_by_ends = {(tcp_socket.local, tcp_socket.remote): tcp_socket for tcp_socket in table}
+    local_hosts = {_host_of_address(tcp_socket.local) for tcp_socket in table}
+    accepting = {
+        _port_of_address(tcp_socket.local)
+        for tcp_socket in table
+        if tcp_socket.state == _LISTEN and tcp_socket.user in users
+    }
+    for tcp_socket in table:
+        if (
+            tcp_socket.inode not in inodes
+            or tcp_socket.state not in _CONNECTED
+            or _host_of_address(tcp_socket.remote) not in local_hosts
+        ):
             continue
-        other = ends.get((one.remote, one.local), Socket(one.remote, one.local, "", 0, 0))
-        if other.user not in users if other.inode else _port(other.local) not in accepting:
+        other = socket_by_ends.get(
+            (tcp_socket.remote, tcp_socket.local),
+            TcpSocket(tcp_socket.remote, tcp_socket.local, "", 0, 0),
+        )
+        if (
+            other.user not in users
+            if other.inode
+            else _port_of_address(other.local) not in accepting
+        ):
             return other
     return None
 
 
-def sockets() -> list[Socket]:
+def tcp_sockets() -> list[TcpSocket]:
     """Return the TCP sockets of this network namespace, of all users."""
     lines: list[str] = []
     for name in ("tcp", "tcp6"):
@@ -128,12 +143,12 @@ def sockets() -> list[Socket]:
             lines += file.readlines()[1:]
     # IPv4 in IPv6 is the same address in both tables.
     rows = [line.replace(_IPV4_IN_IPV6, "").split() for line in lines]
-    return [Socket(w[1], w[2], w[3], int(w[7]), int(w[9])) for w in rows]
+    return [TcpSocket(w[1], w[2], w[3], int(w[7]), int(w[9])) for w in rows]
 
 
-def _host(address: str) -> str:
+def _host_of_address(address: str) -> str:
     return address.partition(":")[0]
 
 
-def _port(address: str) -> int:
+def _port_of_address(address: str) -> int:
     return int(address.partition(":")[2], 16)

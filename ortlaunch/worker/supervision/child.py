@@ -13,7 +13,7 @@ from ortlaunch.launchers import Launcher
 from ortlaunch.process import process_space, read_stat
 from ortlaunch.rank import GRACE_SECONDS, LAUNCHER_VARIABLE
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.worker.supervision.surroundings import Surroundings
+from ortlaunch.worker.supervision.surroundings import RunSurroundings
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # Schedulers send these some time before a job's limit, as an early warning.
@@ -25,7 +25,7 @@ _CHECK_SECONDS = 0.5
 _OTHERS_SECONDS = 5.0
 
 
-def be_ended_first() -> None:
+def raise_oom_score() -> None:
     """Let the kernel's out-of-memory killer pick this process and its children before any other."""
     with contextlib.suppress(OSError):
         # 1000 is the maximum of oom_score_adj. Raising the score needs no privilege.
@@ -49,13 +49,13 @@ class Child:
         self._parent = os.getppid()
         self.run = run
         self.rank = rank
-        self.saves = grace_seconds is not None
+        self.can_save = grace_seconds is not None
         self.grace_seconds = grace_seconds or GRACE_SECONDS
-        self.surroundings = Surroundings(run, rank)
+        self.run_surroundings = RunSurroundings(run, rank)
         self.first_signal: int | None = None
         self.signalled_at = 0.0
-        self.listens = False
-        self.ended_by_us = False
+        self.is_listening = False
+        self.was_ended_by_us = False
         # srun does not end this rank when another rank fails.
         self.is_left_alone = False
         self._next_look_at_others = time.monotonic() + _OTHERS_SECONDS
@@ -64,143 +64,157 @@ class Child:
         self._next_check = 0.0
         self._status: int | None = None
 
-    def pass_on(self, number: int, frame: object = None) -> None:
+    def handle_signal(self, signal_number: int, frame: object = None) -> None:
         """Handle a signal that was sent to this process."""
-        if number == signal.SIGUSR2 or (number == signal.SIGUSR1 and not self.saves):
-            if self.listens:
-                self.surroundings.mark_save_passed_on()
-            self.send(number)
+        if signal_number == signal.SIGUSR2 or (
+            signal_number == signal.SIGUSR1 and not self.can_save
+        ):
+            if self.is_listening:
+                self.run_surroundings.mark_save_passed_on()
+            self.send_signal(signal_number)
             return
         # A second Ctrl-C ends the rank without waiting for its save.
-        again = self.first_signal is not None
-        if not again and not self._has_ended(number):
-            self._note(number)
-        if self._must_end() or (again and number == signal.SIGINT):
-            self._end_now(number)
+        is_repeated = self.first_signal is not None
+        if not is_repeated and not self._ended_before_signal(signal_number):
+            self._record_first_signal(signal_number)
+        if self._is_waiting_useless() or (is_repeated and signal_number == signal.SIGINT):
+            self._end_rank(signal_number)
         else:
-            self.send(number)
+            self.send_signal(signal_number)
             # A stopped process handles no signal before SIGCONT.
-            self.send(signal.SIGCONT)
+            self.send_signal(signal.SIGCONT)
 
-    def hears(self, listens: bool) -> None:
+    def set_listening(self, is_listening: bool) -> None:
         """Record whether the rank handles signals as requests from now on.
 
         A request that arrived just before is sent again as SIGUSR1, so that the rank saves.
         """
-        if listens and not self.listens and self.first_signal is not None and not self.ended_by_us:
+        if (
+            is_listening
+            and not self.is_listening
+            and self.first_signal is not None
+            and not self.was_ended_by_us
+        ):
             # A listening rank has launch.grace_seconds in place of the default grace period.
             self._deadline += self.grace_seconds - GRACE_SECONDS
-            self.send(signal.SIGUSR1)
-        self.listens = listens
+            self.send_signal(signal.SIGUSR1)
+        self.is_listening = is_listening
 
-    def poll(self) -> int | None:
+    def poll_wait_status(self) -> int | None:
         """Return the rank's wait status once it has ended, else None.
 
         The rank is ended together with its launcher, and is killed when the grace period is over.
         """
         if self._status is None:
             if os.getppid() != self._parent and self.first_signal is None:
-                self.pass_on(signal.SIGTERM)
+                self.handle_signal(signal.SIGTERM)
             if time.monotonic() > self._next_check:
                 self._next_check = time.monotonic() + _CHECK_SECONDS
-                self._check_folder()
+                self._act_on_run_folder()
             if time.monotonic() > self._deadline:
-                self.send(signal.SIGKILL)
+                self.send_signal(signal.SIGKILL)
             ended, status = os.waitpid(self.pid, os.WNOHANG)
             self._status = status if ended else None
         return self._status
 
-    def _check_folder(self) -> None:
+    def _act_on_run_folder(self) -> None:
         """Act on requests and failures that other processes recorded in the run folder."""
         if self.first_signal is not None:
-            if not self.ended_by_us and self._must_end():
-                self._end_now(self.first_signal)
+            if not self.was_ended_by_us and self._is_waiting_useless():
+                self._end_rank(self.first_signal)
             return
-        number = self.surroundings.request(self.listens) if self.saves else None
-        if number is None and self._outlives_others():
-            number = signal.SIGTERM
-        if number is not None:
-            self.pass_on(number)
+        signal_number = (
+            self.run_surroundings.next_request_signal(self.is_listening) if self.can_save else None
+        )
+        if signal_number is None and self._look_for_ended_ranks():
+            signal_number = signal.SIGTERM
+        if signal_number is not None:
+            self.handle_signal(signal_number)
 
-    def _outlives_others(self) -> bool:
+    def _look_for_ended_ranks(self) -> bool:
         """Return whether another rank ended seconds ago: this one may wait for it for long."""
         if not self.is_left_alone or time.monotonic() < self._next_look_at_others:
             return False
         self._next_look_at_others = time.monotonic() + _OTHERS_SECONDS
         # Two reads in a row, so that a rank that is just ending by itself is not ended from here.
-        before = self._others_ended
-        self._others_ended = self.surroundings.has_failed()
-        return before and self._others_ended
+        had_others_ended = self._others_ended
+        self._others_ended = self.run_surroundings.has_other_rank_ended()
+        return had_others_ended and self._others_ended
 
-    def _note(self, number: int) -> None:
-        self.first_signal = number
+    def _record_first_signal(self, signal_number: int) -> None:
+        self.first_signal = signal_number
         self.signalled_at = time.time()
-        self._deadline = time.monotonic() + (self.grace_seconds if self.listens else GRACE_SECONDS)
+        self._deadline = time.monotonic() + (
+            self.grace_seconds if self.is_listening else GRACE_SECONDS
+        )
         # One short write: mpirun may leave no time for more.
         with contextlib.suppress(OSError):
-            mark = self.run.signal_mark_path(self.rank)
-            mark.parent.mkdir(parents=True, exist_ok=True)
-            mark.write_text(f"{number} {self.signalled_at}")
+            stop_mark = self.run.signal_mark_path(self.rank)
+            stop_mark.parent.mkdir(parents=True, exist_ok=True)
+            stop_mark.write_text(f"{signal_number} {self.signalled_at}")
 
-    def _must_end(self) -> bool:
+    def _is_waiting_useless(self) -> bool:
         """Return whether waiting is useless: no launcher any more, or a failed or cancelled run."""
-        return os.getppid() != self._parent or self.surroundings.are_gone()
+        return os.getppid() != self._parent or self.run_surroundings.is_run_ending()
 
-    def _end_now(self, number: int) -> None:
+    def _end_rank(self, signal_number: int) -> None:
         # It may have ended by itself before its supervisor was notified.
-        if self._has_ended(0):
+        if self._ended_before_signal(0):
             return
-        self.ended_by_us = True
+        self.was_ended_by_us = True
         self._deadline = min(self._deadline, time.monotonic() + GRACE_SECONDS)
         # A listening rank treats every other signal as a request. Others may ignore SIGUSR1.
-        self.send(
+        self.send_signal(
             signal.SIGKILL
-            if self.listens
-            else number
-            if number != signal.SIGUSR1
+            if self.is_listening
+            else signal_number
+            if signal_number != signal.SIGUSR1
             else signal.SIGTERM
         )
-        self.send(signal.SIGCONT)
-        self.surroundings.wake()
+        self.send_signal(signal.SIGCONT)
+        self.run_surroundings.continue_processes()
 
     @property
     def was_killed_late(self) -> bool:
         """Whether the grace period was over when the rank ended."""
         return time.monotonic() > self._deadline
 
-    def forget_request(self) -> None:
+    def delete_stop_mark(self) -> None:
         """Delete the record of the request, because the rank finished successfully."""
         with contextlib.suppress(OSError):
             self.run.signal_mark_path(self.rank).unlink(missing_ok=True)
 
-    def _has_ended(self, number: int) -> bool:
-        """Return whether the rank had ended before the signal `number` came, not by that signal.
+    def _ended_before_signal(self, signal_number: int) -> bool:
+        """Return whether the rank had ended before the signal `signal_number` came, not by that signal.
 
         Once one rank has failed, its launcher signals all ranks, also those that ended earlier.
         Slurm sends a signal to all processes of a step, so the rank may die of it before this
         process handles it.
         """
         if self._status is not None:
-            return not (os.WIFSIGNALED(self._status) and os.WTERMSIG(self._status) == number)
+            return not (os.WIFSIGNALED(self._status) and os.WTERMSIG(self._status) == signal_number)
         # The error means that its status was just read. WNOWAIT leaves the status to poll().
         with contextlib.suppress(ChildProcessError):
-            found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            return found is not None and (found.si_code, found.si_status) != (os.CLD_KILLED, number)
+            wait_result = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            return wait_result is not None and (wait_result.si_code, wait_result.si_status) != (
+                os.CLD_KILLED,
+                signal_number,
+            )
         return True
 
-    def send(self, number: int) -> None:
+    def send_signal(self, signal_number: int) -> None:
         """Send a signal to the process, if it has not been waited for."""
         # After the wait, the process id may belong to another process.
         if self._status is None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
+                os.kill(self.pid, signal_number)
 
 
 def launcher_is_gone(environ: Mapping[str, str], launcher: Launcher) -> bool:
     """Return whether ortlaunch's own launcher ended before this process could watch it."""
-    space, _, pid = environ.get(LAUNCHER_VARIABLE, "").rpartition(" ")
+    recorded_space, _, pid = environ.get(LAUNCHER_VARIABLE, "").rpartition(" ")
     # Another process space is another host, where a remote launcher started this process.
-    if not launcher.is_ours or space != process_space():
+    if not launcher.is_ours or recorded_space != process_space():
         return launcher.stays_after_loss and os.getppid() == 1
-    stat = read_stat(int(pid))
-    return stat is None or stat.has_ended
+    process_stat = read_stat(int(pid))
+    return process_stat is None or process_stat.has_ended

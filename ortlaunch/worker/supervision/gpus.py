@@ -28,13 +28,15 @@ _NEWEST_MACHINE_CODE = 8
 _OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
 
 
-def show_planned_gpus(devices: Sequence[int], rank: Rank, environ: MutableMapping[str, str]) -> int:
+def set_visible_gpus(
+    planned_devices: Sequence[int], rank: Rank, environ: MutableMapping[str, str]
+) -> int:
     """Set CUDA_VISIBLE_DEVICES to the GPUs that the plan gives the rank's host.
 
     DeepSpeed uses the GPU of index LOCAL_RANK, so the planned GPUs must be the first and only ones.
 
     Args:
-        devices: the planned GPU of each rank of this host, as an index into those that
+        planned_devices: the planned GPU of each rank of this host, as an index into those that
             CUDA_VISIBLE_DEVICES shows now.
         rank: this process's rank.
         environ: the environment, which is changed.
@@ -45,32 +47,32 @@ def show_planned_gpus(devices: Sequence[int], rank: Rank, environ: MutableMappin
     Raises:
         LaunchError: CUDA_VISIBLE_DEVICES shows fewer GPUs than are planned.
     """
-    shown = environ.get(_VISIBLE)
+    visible_devices = environ.get(_VISIBLE)
     names = (
-        [name.strip() for name in shown.split(",")]
-        if shown
-        else [str(i) for i in range(max(devices) + 1)]
+        [name.strip() for name in visible_devices.split(",")]
+        if visible_devices
+        else [str(i) for i in range(max(planned_devices) + 1)]
     )
     # A scheduler gave this task one GPU of its own (--gpus-per-task=1).
-    if len(names) == 1 and len(set(devices)) > 1:
+    if len(names) == 1 and len(set(planned_devices)) > 1:
         return 0
-    if max(devices) >= len(names):
+    if max(planned_devices) >= len(names):
         raise LaunchError(
-            f"rank {rank.rank} needs GPUs {', '.join(map(str, devices))} of "
-            f"{socket.gethostname()}, and {_VISIBLE}={shown} shows {len(names)} there"
+            f"rank {rank.rank} needs GPUs {', '.join(map(str, planned_devices))} of "
+            f"{socket.gethostname()}, and {_VISIBLE}={visible_devices} shows {len(names)} there"
         )
-    own = names[devices[rank.local_rank]]
+    gpu_name = names[planned_devices[rank.local_rank]]
     # CUDA shows at most one MIG instance to a process.
-    if own.startswith("MIG-"):
-        environ[_VISIBLE] = own
+    if gpu_name.startswith("MIG-"):
+        environ[_VISIBLE] = gpu_name
         return 0
     # Ranks may share a GPU, which is listed once.
-    distinct = list(dict.fromkeys(devices))
+    distinct = list(dict.fromkeys(planned_devices))
     environ[_VISIBLE] = ",".join(names[device] for device in distinct)
-    return distinct.index(devices[rank.local_rank])
+    return distinct.index(planned_devices[rank.local_rank])
 
 
-def keep_compiled_kernels(environ: MutableMapping[str, str]) -> None:
+def set_kernel_cache_variables(environ: MutableMapping[str, str]) -> None:
     """Keep the kernels that the driver compiles for a newer GPU in our cache, so once per machine.
 
     The driver's default limit is a quarter of the space that onnxruntime-training 1.19.2 needs, and
@@ -93,70 +95,72 @@ class ForwardTimer:
     """
 
     def __init__(self) -> None:
-        self._begun: Any = None
-        self._recorded: deque[tuple[Any, Any]] = deque()
+        self._begin_event: Any = None
+        self._recorded_passes: deque[tuple[Any, Any]] = deque()
 
     def begin(self) -> None:
         """Record the begin of a forward pass."""
-        self._begun = _recorded_event()
+        self._begin_event = _record_event()
 
     def end(self) -> None:
         """Record the end of a forward pass, which is launched and may not be computed yet."""
-        self._recorded.append((self._begun, _recorded_event()))
+        self._recorded_passes.append((self._begin_event, _record_event()))
 
     def read(self) -> float:
         """Return the seconds of the passes that the GPU has finished since the last call."""
         seconds = 0.0
-        while self._recorded and self._recorded[0][1].query():
-            begun, ended = self._recorded.popleft()
+        while self._recorded_passes and self._recorded_passes[0][1].query():
+            begin_event, end_event = self._recorded_passes.popleft()
             # elapsed_time is in milliseconds.
-            seconds += begun.elapsed_time(ended) / 1000
+            seconds += begin_event.elapsed_time(end_event) / 1000
         return seconds
 
 
-def forward_timer(device: torch.device) -> ForwardTimer | None:
+def create_forward_timer(device: torch.device) -> ForwardTimer | None:
     """Return a timer for a GPU; None for a CPU, where a forward pass takes the host's time."""
     return ForwardTimer() if device.type == "cuda" else None
 
 
-def _recorded_event() -> object:
+def _record_event() -> object:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
 
 
-def exporting(device: torch.device) -> str:
+def export_phase_name(device: torch.device) -> str:
     """Return the phase name of building engine ort.
 
     For a GPU newer than ORT's machine code, the driver compiles every kernel.
     """
     phase = "exporting to ONNX Runtime"
-    new = (
+    is_newer_gpu = (
         device.type == "cuda" and torch.cuda.get_device_capability(device)[0] > _NEWEST_MACHINE_CODE
     )
-    return f"{phase}, compiling its kernels for this GPU (once)" if new else phase
+    return f"{phase}, compiling its kernels for this GPU (once)" if is_newer_gpu else phase
 
 
-def why_no_gpu() -> str:
+def no_gpu_reason() -> str:
     """Return why this torch sees no GPU, and the remedy."""
     if torch.version.cuda is None:
         return (
             f"torch {torch.__version__} is not a CUDA build; install one, or set launch.device: cpu"
         )
-    built = f"torch {torch.__version__} is built for CUDA {torch.version.cuda}"
+    build_text = f"torch {torch.__version__} is built for CUDA {torch.version.cuda}"
     driver = _driver_version()
-    needed = _OLDEST_DRIVER.get(int(torch.version.cuda.split(".")[0]))
-    if driver and needed and int(driver.split(".")[0]) < needed:
+    oldest_driver = _OLDEST_DRIVER.get(int(torch.version.cuda.split(".")[0]))
+    if driver and oldest_driver and int(driver.split(".")[0]) < oldest_driver:
         return (
-            f"{built}, which needs NVIDIA driver {needed} or newer, and this host has {driver}; "
+            f"{build_text}, which needs NVIDIA driver {oldest_driver} or newer, and this host has {driver}; "
             "install such a driver, or a torch for an older CUDA"
         )
-    where = f"driver {driver}" if driver else "no NVIDIA driver"
-    return f"{built}, and this host has {where}; see nvidia-smi, or set launch.device: cpu"
+    driver_text = f"driver {driver}" if driver else "no NVIDIA driver"
+    return (
+        f"{build_text}, and this host has {driver_text}; see nvidia-smi, or set launch.device: cpu"
+    )
 
 
 def _driver_version() -> str | None:
     """Return the version of the kernel's NVIDIA driver, such as 550.54.15, if there is one."""
     text = _DRIVER.read_text(errors="replace") if _DRIVER.is_file() else ""
-    found = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", text)
-    return found[1] if found else None
+    version_match = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", text)
+    return version_match[1] if version_match else None

@@ -27,7 +27,7 @@ _DIGEST = 16
 # Only the end of a stack fits in a datagram.
 _STACK_CHARACTERS = 8000
 # Copies of a message that has no successor: UDP may lose one.
-_TIMES = 3
+_COPIES = 3
 _BEATS_A_SECOND = 1024
 # The supervisor must also read its rank's output between two calls.
 _MESSAGES_AT_ONCE = 4096
@@ -37,12 +37,12 @@ _BUFFER_BYTES = 4 << 20
 _LOST_BEATS = 3
 
 
-def beat_seconds(ranks: int) -> float:
+def heartbeat_seconds(rank_count: int) -> float:
     """Return the seconds between two heartbeats of a rank."""
-    return max(1.0, ranks / _BEATS_A_SECOND)
+    return max(1.0, rank_count / _BEATS_A_SECOND)
 
 
-class Exchange:
+class HeartbeatExchange:
     """One supervisor's end; until the ranks have met, it knows only its own rank."""
 
     def __init__(self, rank: Rank) -> None:
@@ -56,33 +56,33 @@ class Exchange:
         self.orders: list[str] = []
         """Orders received from rank 0's supervisor: `stacks`, `end`."""
         # Set once rank 0's supervisor has signed off.
-        self.is_over = False
+        self.has_hub_signed_off = False
         self._key = b""
-        self._heard: dict[int, tuple[Beat, float, Any]] = {}
-        self._gone: set[int] = set()
+        self._last_beats: dict[int, tuple[Beat, float, Any]] = {}
+        self._ended_ranks: set[int] = set()
         self._hub_host = ""
         self._hub_address = ""
         self._hub_heard = time.monotonic()
         self._hub_answers = False
         # Heartbeats less frequent than one a second give this much more time before silence.
-        self._late = _LOST_BEATS * (beat_seconds(rank.world_size) - 1.0)
+        self._extra_silence_seconds = _LOST_BEATS * (heartbeat_seconds(rank.world_size) - 1.0)
         if self.socket is not None:
             self.socket.setblocking(False)
             if self.is_hub:
                 self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
 
-    def meet(self, place: Json) -> None:
+    def start_sending(self, meeting_point: Json) -> None:
         """Start sending, once the ranks have agreed on a key and an address."""
-        if self._key or self.socket is None or not place:
+        if self._key or self.socket is None or not meeting_point:
             return
-        self._key = bytes.fromhex(place["key"])
+        self._key = bytes.fromhex(meeting_point["key"])
         self._hub_heard = time.monotonic()
-        self._hub_host = place["host"]
-        self._hub_address = place["address"]
+        self._hub_host = meeting_point["host"]
+        self._hub_address = meeting_point["address"]
         if not self.is_hub:
             # Connecting a UDP socket sends nothing. Without a route, the stall limits still apply.
             with contextlib.suppress(OSError):
-                self.socket.connect((place["address"], place["port"]))
+                self.socket.connect((meeting_point["address"], meeting_point["port"]))
 
     @property
     def has_met(self) -> bool:
@@ -91,48 +91,50 @@ class Exchange:
     def send_beat(self, beat: Beat) -> None:
         """Send this rank's heartbeat."""
         if self.is_hub:
-            self._heard[0] = (beat, time.monotonic(), None)
+            self._last_beats[0] = (beat, time.monotonic(), None)
         elif self.has_met:
-            self._send({"say": "beat", "beat": beat})
+            self._send_message({"say": "beat", "beat": beat})
 
     def send_stacks(self, text: str) -> None:
         """Send the stacks of this rank's threads."""
         self.stacks[self.rank.rank] = text
         if not self.is_hub and self.has_met:
-            self._send({"say": "stacks", "rank": self.rank.rank, "text": text[-_STACK_CHARACTERS:]})
+            self._send_message(
+                {"say": "stacks", "rank": self.rank.rank, "text": text[-_STACK_CHARACTERS:]}
+            )
 
-    def order(self, word: str) -> None:
+    def send_order(self, order_name: str) -> None:
         """Send an order from rank 0's supervisor to all others."""
-        for _ in range(_TIMES):
-            for _, _, address in self._heard.values():
-                self._send({"say": word}, address) if address else None
+        for _ in range(_COPIES):
+            for _, _, address in self._last_beats.values():
+                self._send_message({"say": order_name}, address) if address else None
 
-    def leave(self) -> None:
+    def announce_end(self) -> None:
         """Announce that this rank has ended, whether successfully or not."""
         if self.is_hub:
-            self.order("bye")
+            self.send_order("bye")
         elif self.has_met:
-            for _ in range(_TIMES):
-                self._send({"say": "bye", "rank": self.rank.rank})
+            for _ in range(_COPIES):
+                self._send_message({"say": "bye", "rank": self.rank.rank})
 
-    def beats(self, mine: Beat) -> list[Beat] | None:
+    def beats_to_judge(self, own_beat: Beat) -> list[Beat] | None:
         """Return the heartbeats to judge here; None where rank 0's supervisor is alive and judges.
 
         Where no answer of it ever arrived (UDP is blocked, or there is no route), its silence has
         no meaning, and only this rank's heartbeat is returned.
         """
         if not self.has_met:
-            return [mine]
-        now = time.monotonic()
+            return [own_beat]
+        current_time = time.monotonic()
         if self.is_hub:
             return [
-                beat._replace(silent=max(0.0, now - at - self._late))
-                for beat, at, _ in self._heard.values()
+                beat._replace(silent=max(0.0, current_time - arrival - self._extra_silence_seconds))
+                for beat, arrival, _ in self._last_beats.values()
             ]
         if not self._hub_answers:
-            return [mine]
-        silent = max(0.0, now - self._hub_heard - self._late)
-        if self.is_over or silent <= SILENT_SECONDS:
+            return [own_beat]
+        silent_seconds = max(0.0, current_time - self._hub_heard - self._extra_silence_seconds)
+        if self.has_hub_signed_off or silent_seconds <= SILENT_SECONDS:
             return None
         # A placeholder for rank 0, of which nothing but its silence is known.
         return [
@@ -145,58 +147,61 @@ class Exchange:
                 -1,
                 0,
                 0.0,
-                silent,
+                silent_seconds,
                 "",
-                mine.warm,
+                own_beat.warm,
                 0.0,
                 0.0,
-                silent,
+                silent_seconds,
             ),
-            mine,
+            own_beat,
         ]
 
-    def addresses(self) -> dict[int, str]:
+    def supervisor_addresses(self) -> dict[int, str]:
         """Return the addresses of the supervisors that send to this one, by rank."""
         if self.is_hub:
-            return {rank: address[0] for rank, (_, _, address) in self._heard.items() if address}
+            return {
+                rank: address[0] for rank, (_, _, address) in self._last_beats.items() if address
+            }
         return {0: self._hub_address}
 
-    def never_heard(self) -> list[int]:
+    def unheard_ranks(self) -> list[int]:
         """Return the ranks that never sent a heartbeat."""
-        return sorted(set(range(self.rank.world_size)) - set(self._heard) - self._gone)
+        return sorted(set(range(self.rank.world_size)) - set(self._last_beats) - self._ended_ranks)
 
-    def wake(self) -> None:
+    def restart_silence_clocks(self) -> None:
         """Restart all silence clocks: this process was suspended, so it could receive nothing."""
-        now = time.monotonic()
-        self._hub_heard = now
-        self._heard = {
-            rank: (beat, now, address) for rank, (beat, _, address) in self._heard.items()
+        current_time = time.monotonic()
+        self._hub_heard = current_time
+        self._last_beats = {
+            rank: (beat, current_time, address)
+            for rank, (beat, _, address) in self._last_beats.items()
         }
 
-    def receive(self) -> None:
+    def receive_messages(self) -> None:
         """Process all messages that have arrived."""
         if self.has_met:
-            for message, address in self._messages():
-                self._process(message, address)
+            for message, address in self._received_messages():
+                self._process_message(message, address)
 
-    def _process(self, message: Json, address: Any) -> None:
-        word = message["say"]
+    def _process_message(self, message: Json, sender_address: Any) -> None:
+        message_type = message["say"]
         if not self.is_hub:
             self._hub_heard = time.monotonic()
             self._hub_answers = True
-            self.is_over |= word == "bye"
-            self.orders += [word] if word in ("stacks", "end") else []
-        elif word == "beat":
+            self.has_hub_signed_off |= message_type == "bye"
+            self.orders += [message_type] if message_type in ("stacks", "end") else []
+        elif message_type == "beat":
             beat = Beat(*message["beat"])
-            self._heard[beat.rank] = (beat, time.monotonic(), address)
-            self._send({"say": "heard"}, address)
-        elif word == "stacks":
+            self._last_beats[beat.rank] = (beat, time.monotonic(), sender_address)
+            self._send_message({"say": "heard"}, sender_address)
+        elif message_type == "stacks":
             self.stacks[message["rank"]] = message["text"]
-        elif word == "bye":
-            self._gone.add(message["rank"])
-            self._heard.pop(message["rank"], None)
+        elif message_type == "bye":
+            self._ended_ranks.add(message["rank"])
+            self._last_beats.pop(message["rank"], None)
 
-    def _messages(self) -> Iterator[tuple[dict[str, object], object]]:
+    def _received_messages(self) -> Iterator[tuple[dict[str, object], object]]:
         assert self.socket is not None
         for _ in range(_MESSAGES_AT_ONCE):
             try:
@@ -207,13 +212,15 @@ class Exchange:
             if hmac.compare_digest(data[:_DIGEST], self._digest(data[_DIGEST:])):
                 yield json.loads(data[_DIGEST:]), address
 
-    def _send(self, message: Json, address: Any = None) -> None:
+    def _send_message(self, message: Json, receiver_address: Any = None) -> None:
         assert self.socket is not None
         data = json.dumps(message).encode()
         data = self._digest(data) + data
         # Without a route now, the next heartbeat replaces this message.
         with contextlib.suppress(OSError):
-            self.socket.sendto(data, address) if address else self.socket.send(data)
+            self.socket.sendto(data, receiver_address) if receiver_address else self.socket.send(
+                data
+            )
 
     def _digest(self, data: bytes) -> bytes:
         return hashlib.blake2b(data, key=self._key, digest_size=_DIGEST).digest()

@@ -19,18 +19,22 @@ from collections.abc import Iterable, Mapping
 
 from ortlaunch.process import wait_until
 from ortlaunch.run_folder.lost import LostHost
-from ortlaunch.worker.supervision.interface import has_link, interface_with, source_address
+from ortlaunch.worker.supervision.interface import (
+    has_link,
+    interface_of_address,
+    source_address_towards,
+)
 from ortlaunch.worker.supervision.stall_rules import Beat
 
 _SILENT_SECONDS = 7.0
 _ANSWER_SECONDS = 2.0
 # Seconds until silent hosts are probed again, if they have answered.
-_AGAIN_SECONDS = 5.0
+_RETRY_SECONDS = 5.0
 _LAUNCHER_SECONDS = 2.0
 _SSH = 22
 
 
-class LostHosts:
+class LostHostDetector:
     """One supervisor's check of the hosts that send it heartbeats."""
 
     def __init__(self, host: str, rank: int) -> None:
@@ -38,48 +42,54 @@ class LostHosts:
         self._rank = rank
         self._next_check = 0.0
 
-    def detect(self, beats: Iterable[Beat], addresses: Mapping[int, str]) -> LostHost | None:
+    def detect_lost_host(
+        self, heartbeats: Iterable[Beat], address_by_rank: Mapping[int, str]
+    ) -> LostHost | None:
         """Return the first host that is lost, if any; this host where its own link is down.
 
         Args:
-            beats: the newest heartbeat of each rank.
-            addresses: of the supervisors, by rank.
+            heartbeats: the newest heartbeat of each rank.
+            address_by_rank: of the supervisors, by rank.
         """
-        now = time.monotonic()
-        silent = silent_ranks(beats, self._host)
-        if not silent or now < self._next_check:
+        current_time = time.monotonic()
+        silent_beats = silent_host_beats(heartbeats, self._host)
+        if not silent_beats or current_time < self._next_check:
             return None
-        for beat in silent:
-            address = addresses.get(beat.rank)
-            if address is not None and not answers(address):
-                return self._lost(beat, address)
-        self._next_check = time.monotonic() + _AGAIN_SECONDS
+        for beat in silent_beats:
+            address = address_by_rank.get(beat.rank)
+            if address is not None and not is_host_reachable(address):
+                return self._describe_lost_host(beat, address)
+        self._next_check = time.monotonic() + _RETRY_SECONDS
         return None
 
-    def _lost(self, beat: Beat, address: str) -> LostHost:
+    def _describe_lost_host(self, beat: Beat, address: str) -> LostHost:
         # Where this host is the one without a link, every other host looks lost from here.
-        link = link_that_is_down(address)
-        if link is not None:
-            return LostHost(self._rank, self._host, f"its network interface {link} has no link")
-        why = (
+        dead_interface = dead_interface_towards(address)
+        if dead_interface is not None:
+            return LostHost(
+                self._rank, self._host, f"its network interface {dead_interface} has no link"
+            )
+        reason = (
             f"no heartbeat from it for {beat.silent + _ANSWER_SECONDS:.0f} s, and {address} "
             "answers no connection"
         )
-        return LostHost(beat.rank, beat.host, why)
+        return LostHost(beat.rank, beat.host, reason)
 
 
-def silent_ranks(beats: Iterable[Beat], here: str) -> list[Beat]:
+def silent_host_beats(beats: Iterable[Beat], own_host: str) -> list[Beat]:
     """Return one rank of every other host whose ranks are all silent."""
     hosts: dict[str, list[Beat]] = {}
     for beat in beats:
         hosts.setdefault(beat.host, []).append(beat)
-    hosts.pop(here, None)
+    hosts.pop(own_host, None)
     return [
-        min(all_) for all_ in hosts.values() if min(beat.silent for beat in all_) > _SILENT_SECONDS
+        min(host_beats)
+        for host_beats in hosts.values()
+        if min(beat.silent for beat in host_beats) > _SILENT_SECONDS
     ]
 
 
-def answers(address: str) -> bool:
+def is_host_reachable(address: str) -> bool:
     """Return whether a host accepts or refuses a connection: both prove it alive and reachable."""
     # Two ports, because a firewall may drop packets to one of them.
     probes = []
@@ -90,25 +100,27 @@ def answers(address: str) -> bool:
             probe.connect((address, port))
         probes.append(probe)
     deadline = time.monotonic() + _ANSWER_SECONDS
-    waiting = list(probes)
+    pending_probes = list(probes)
     try:
-        while waiting and time.monotonic() < deadline:
-            _, ready, _ = select.select([], waiting, [], max(0.0, deadline - time.monotonic()))
+        while pending_probes and time.monotonic() < deadline:
+            _, ready, _ = select.select(
+                [], pending_probes, [], max(0.0, deadline - time.monotonic())
+            )
             if any(
                 probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) in (0, errno.ECONNREFUSED)
                 for probe in ready
             ):
                 return True
-            waiting = [probe for probe in waiting if probe not in ready]
+            pending_probes = [probe for probe in pending_probes if probe not in ready]
         return False
     finally:
         for probe in probes:
             probe.close()
 
 
-def link_that_is_down(peer: str) -> str | None:
-    """Return this host's interface on the way to `peer` if it has no cable or a dead other end."""
-    name = interface_with(source_address(peer) or "")
+def dead_interface_towards(peer_address: str) -> str | None:
+    """Return this host's interface on the way to `peer_address` if it has no cable or a dead other end."""
+    name = interface_of_address(source_address_towards(peer_address) or "")
     return name if name is not None and not has_link(name) else None
 
 
@@ -119,7 +131,7 @@ def end_launcher() -> None:
     """
     parent = os.getppid()
     # First SIGTERM, which lets the launcher clean up, then SIGKILL.
-    for number in (signal.SIGTERM, signal.SIGKILL):
+    for signal_number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(parent, number)
+            os.kill(parent, signal_number)
         wait_until(lambda: os.getppid() != parent, _LAUNCHER_SECONDS)

@@ -16,45 +16,49 @@ from ortlaunch.run_folder.folder import RunDir, write_text_atomically
 from ortlaunch.units import human_bytes
 
 # Bytes of one file, and of all: enough for source code, too little for data.
-_LARGEST = 1 << 20
-_MOST = 8 << 20
+_MAX_FILE_BYTES = 1 << 20
+_MAX_TOTAL_BYTES = 8 << 20
 _INSTALLED = ("site-packages", "dist-packages")
 
 
-def copy_modules(run: RunDir, again: bool = False) -> list[str]:
+def copy_user_modules(run: RunDir, keeps_existing: bool = False) -> list[str]:
     """Copy the modules that are imported now from outside installed packages.
 
     Args:
         run: the run folder.
-        again: whether this run has copied before; then only newly imported modules are copied.
+        keeps_existing: whether this run has copied before; then only newly imported modules are copied.
 
     Returns:
         Notes on modules that differ from an earlier start's, and on files that are too large.
     """
     notes = []
-    room = _MOST
-    for module in own_modules():
+    remaining_bytes = _MAX_TOTAL_BYTES
+    for module in user_modules():
         source = Path(str(module.__file__))
-        target = run.modules / place(module)
-        text = source.read_bytes() if source.stat().st_size <= min(_LARGEST, room) else None
+        target = run.modules / relative_module_path(module)
+        text = (
+            source.read_bytes()
+            if source.stat().st_size <= min(_MAX_FILE_BYTES, remaining_bytes)
+            else None
+        )
         if text is None:
             notes.append(
                 f"{source} ({human_bytes(source.stat().st_size)}) is not copied into {run.modules}: "
                 "too large"
             )
-        elif not target.exists() or not again:
+        elif not target.exists() or not keeps_existing:
             if target.exists() and target.read_bytes() != text:
                 notes.append(
                     f"{source} differs from the version that an earlier start of this run imported"
                 )
             write_text_atomically(target, text)
-        room -= len(text or b"")
+        remaining_bytes -= len(text or b"")
     return notes
 
 
-def own_modules() -> Iterator[ModuleType]:
+def user_modules() -> Iterator[ModuleType]:
     """Yield the user's modules by name: not Python's, ortlaunch's, installed or generated ones."""
-    below = _foreign_folders()
+    foreign_folders = _foreign_folders()
     for name, module in sorted(sys.modules.items()):
         file = getattr(module, "__file__", None)
         # An alias in sys.modules is not copied again. __main__ is no importable module.
@@ -64,13 +68,15 @@ def own_modules() -> Iterator[ModuleType]:
             or not module.__name__ == name != "__main__"
         ):
             continue
-        if _is_own(file, below) and all(part.isidentifier() for part in name.split(".")):
+        if _is_user_file(file, foreign_folders) and all(
+            part.isidentifier() for part in name.split(".")
+        ):
             yield module
 
 
-def is_own(file: str) -> bool:
+def is_user_file(source_path: str) -> bool:
     """Return whether a source file is the user's, not Python's, ortlaunch's or a package's."""
-    return _is_own(file, _foreign_folders())
+    return _is_user_file(source_path, _foreign_folders())
 
 
 def _foreign_folders() -> tuple[str, ...]:
@@ -89,23 +95,23 @@ def _foreign_folders() -> tuple[str, ...]:
     )
 
 
-def _is_own(file: str, below: tuple[str, ...]) -> bool:
+def _is_user_file(source_path: str, foreign_folders: tuple[str, ...]) -> bool:
     # The unresolved path first: resolving thousands of installed modules takes most of a second.
     return (
-        not _is_foreign(file, below)
-        and not _is_foreign(os.path.realpath(file), below)
-        and os.path.isfile(file)
+        not _is_foreign(source_path, foreign_folders)
+        and not _is_foreign(os.path.realpath(source_path), foreign_folders)
+        and os.path.isfile(source_path)
     )
 
 
-def _is_foreign(file: str, below: tuple[str, ...]) -> bool:
-    parts = file.split(os.sep)
-    return file.startswith(below) or any(
+def _is_foreign(source_path: str, foreign_folders: tuple[str, ...]) -> bool:
+    parts = source_path.split(os.sep)
+    return source_path.startswith(foreign_folders) or any(
         part in _INSTALLED or part.startswith("torchinductor_") for part in parts
     )
 
 
-def place(module: ModuleType) -> Path:
+def relative_module_path(module: ModuleType) -> Path:
     """Return the path of a module below its folder on Python's path."""
     path = Path(*module.__name__.split("."))
     return path / "__init__.py" if hasattr(module, "__path__") else path.with_suffix(".py")

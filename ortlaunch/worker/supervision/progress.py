@@ -19,7 +19,7 @@ from ortlaunch.worker.supervision.pulse import BACKWARD, FORWARD, PASSING, READI
 from ortlaunch.worker.supervision.terminal import LIVE
 
 Batch = TypeVar("Batch")
-_FORM = (
+_BAR_FORMAT = (
     "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} "
     "[{elapsed}<{remaining}, {rate_fmt}{postfix}]"
 )
@@ -41,7 +41,7 @@ class Progress:
         self.pulse = pulse or Pulse()
         self.width = terminal_columns_of_command() if rank == 0 else None
         self.bar: Any = None
-        self._what = ""
+        self._activity = ""
         self._since = time.perf_counter()
         self._seconds = dict[str, float]()
         self._steps = list[float]()
@@ -49,38 +49,42 @@ class Progress:
     def step_seconds(self) -> float | None:
         """Return the median duration of a step, without evaluations and saves; None: too few."""
         # The first two steps compile and fill caches.
-        durations = [after - before for before, after in itertools.pairwise(self._steps[1:])]
+        durations = [later - earlier for earlier, later in itertools.pairwise(self._steps[1:])]
         return statistics.median(durations) if durations else None
 
-    def seconds(self) -> dict[str, float]:
+    def seconds_by_activity(self) -> dict[str, float]:
         """Return the seconds of each phase so far, in the order in which the phases began."""
-        self._turn_to(self._what)
-        return {what: round(seconds, 3) for what, seconds in self._seconds.items() if what}
+        self._switch_activity(self._activity)
+        return {
+            activity: round(seconds, 3) for activity, seconds in self._seconds.items() if activity
+        }
 
-    def _turn_to(self, what: str) -> None:
+    def _switch_activity(self, activity: str) -> None:
         """Count the time from now on for this phase."""
-        now = time.perf_counter()
-        self._seconds[self._what] = self._seconds.get(self._what, 0.0) + now - self._since
-        self._what = what
-        self._since = now
+        current_time = time.perf_counter()
+        self._seconds[self._activity] = (
+            self._seconds.get(self._activity, 0.0) + current_time - self._since
+        )
+        self._activity = activity
+        self._since = current_time
 
-    def doing(self, what: str) -> None:
+    def show_activity(self, activity: str) -> None:
         """Show the current activity, in place of the bar if there is one."""
-        self._turn_to(what)
-        self.pulse.doing(what)
+        self._switch_activity(activity)
+        self.pulse.begin_phase(activity)
         if self.width is not None:
-            _print(f"{what} ...")
+            _print_live_line(f"{activity} ...")
 
-    def show(self, text: str) -> None:
+    def show_detail(self, text: str) -> None:
         """Show how far the current activity is."""
-        self.pulse.alive()
+        self.pulse.record_activity()
         if self.width is not None:
-            _print(text)
+            _print_live_line(text)
 
-    def begin(self, done: int, steps: int) -> None:
-        """Count steps from now on; `done` of them are complete."""
-        self._turn_to(TRAINING)
-        self.pulse.begin(done)
+    def begin_steps(self, done_steps: int, total_steps: int) -> None:
+        """Count steps from now on; `done_steps` of them are complete."""
+        self._switch_activity(TRAINING)
+        self.pulse.begin_steps(done_steps)
         if self.width is not None:
             from tqdm import tqdm
 
@@ -88,41 +92,41 @@ class Progress:
             tqdm.monitor_interval = 0
             # One column fewer than the terminal has: a full line would wrap.
             self.bar = tqdm(
-                total=steps,
-                initial=done,
+                total=total_steps,
+                initial=done_steps,
                 desc="training",
                 unit="step",
-                bar_format=_FORM,
+                bar_format=_BAR_FORMAT,
                 leave=False,
                 file=_ProgressBarFile(),
                 ncols=self.width - 1,
                 mininterval=0.2,
             )
 
-    def step(self) -> None:
+    def count_step(self) -> None:
         """Count one more step."""
-        self._turn_to(TRAINING)
+        self._switch_activity(TRAINING)
         self._steps.append(self._seconds.get(TRAINING, 0.0))
-        self.pulse.step()
+        self.pulse.count_step()
         if self.bar is not None:
             self.bar.update()
 
-    def watch(self, module: Any, timer: object = None) -> None:
+    def mark_forward_passes(self, module: Any, timer: object = None) -> None:
         """Mark where this module's forward passes begin and end, with `timer` on a GPU."""
         self.pulse.timer = timer
-        module.register_forward_pre_hook(lambda *_: self.pulse.at(FORWARD))
-        module.register_forward_hook(lambda *_: self.pulse.at(BACKWARD))
+        module.register_forward_pre_hook(lambda *_: self.pulse.begin_stage(FORWARD))
+        module.register_forward_hook(lambda *_: self.pulse.begin_stage(BACKWARD))
 
-    def reading(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+    def mark_reading(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yield the same batches, and mark the time in which each is read."""
         source = iter(batches)
         while True:
-            self.pulse.at(READING)
+            self.pulse.begin_stage(READING)
             try:
                 batch = next(source)
             except StopIteration:
                 return
-            self.pulse.at(PASSING)
+            self.pulse.begin_stage(PASSING)
             yield batch
 
     def show_loss(self, loss: float | None) -> None:
@@ -131,13 +135,13 @@ class Progress:
             self.bar.set_postfix_str(f"loss {loss:.4f}")
 
     @contextlib.contextmanager
-    def during(self, what: str) -> Iterator[None]:
+    def show_during(self, activity: str) -> Iterator[None]:
         """Show an activity while the context is open; then restore the bar."""
-        before = self._what
-        self.doing(what)
+        previous_activity = self._activity
+        self.show_activity(activity)
         yield
-        self._turn_to(before)
-        self.pulse.doing(before)
+        self._switch_activity(previous_activity)
+        self.pulse.begin_phase(previous_activity)
         if self.bar is not None:
             self.bar.refresh()
 
@@ -149,13 +153,13 @@ class _ProgressBarFile:
     encoding = sys.stdout.encoding
 
     def write(self, text: str) -> None:
-        if shown := text.strip("\r\n "):
-            _print(shown)
+        if stripped_text := text.strip("\r\n "):
+            _print_live_line(stripped_text)
 
     def flush(self) -> None:
         """Do nothing: each write is shown at once."""
 
 
-def _print(text: str) -> None:
+def _print_live_line(text: str) -> None:
     sys.stdout.write(LIVE.decode() % text)
     sys.stdout.flush()

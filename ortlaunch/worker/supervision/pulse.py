@@ -32,13 +32,13 @@ TRAINING = "training"
 # Layout in bytes: indices of 64-bit values, the phase's name, then the meeting address as JSON.
 _BYTES = 4096
 _PHASE = 1024
-_PLACE = 2048
+_MEETING_POINT = 2048
 _RING = 64
 _KEPT_STEPS = 32
 # Indices of 64-bit integers; from _RING on, the last step durations.
-_STEP, _MOVES, _STAGE, _COLLECTIVES, _STEPS_HERE, _RUNG = range(6)
+_STEP, _MOVES, _STAGE, _COLLECTIVES, _STEPS_HERE, _RING_COUNT = range(6)
 # Indices of doubles: seconds.
-_SINCE, _LIMIT, _OWN = range(8, 11)
+_LAST_MARK, _LIMIT, _OWN_SECONDS = range(8, 11)
 AUTO = -1.0
 NEVER = float("inf")
 
@@ -54,7 +54,7 @@ class RankProgress(NamedTuple):
     """Seconds since the last mark."""
     collectives: int
     """Collective operations that the rank has begun, as torch counted them about a second ago."""
-    warm: bool
+    past_first_steps: bool
     """Whether the rank is in the training steps, past the first two."""
     step_seconds: float
     """Median of the last steps, in seconds; 0 if there are too few."""
@@ -72,130 +72,132 @@ class Pulse:
         # An anonymous mapping stays shared after the fork.
         self._memory = mmap.mmap(-1, _BYTES)
         view = memoryview(self._memory)
-        self._numbers = view[:_PHASE].cast("q")
+        self._integers = view[:_PHASE].cast("q")
         self._seconds = view[:_PHASE].cast("d")
-        self._seconds[_SINCE], self._seconds[_LIMIT] = time.monotonic(), AUTO
+        self._seconds[_LAST_MARK], self._seconds[_LIMIT] = time.monotonic(), AUTO
         self._phase = ""
         self._stepped_at = 0.0
         # A gpus.ForwardTimer for forward passes on a GPU.
         self.timer: Any = None
 
-    def doing(self, phase: str) -> None:
+    def begin_phase(self, phase: str) -> None:
         """Begin another phase."""
         self._phase = phase
-        self._show(phase.encode()[:200])
+        self._show_phase(phase.encode()[:200])
         # The first step of the phase has no predecessor to be timed against.
-        self._numbers[_STAGE], self._stepped_at = 0, 0.0
-        self._move()
+        self._integers[_STAGE], self._stepped_at = 0, 0.0
+        self._count_move()
 
     @contextlib.contextmanager
-    def aside(self, phase: str) -> Iterator[None]:
+    def show_long_operation(self, phase: str) -> Iterator[None]:
         """While the context is open, show a long operation of this rank that others may not do now.
 
         It is a phase, but no progress mark.
         """
-        around = bytes(self._memory[_PHASE : _PHASE + 256])
-        self._show(phase.encode())
+        surrounding_phase = bytes(self._memory[_PHASE : _PHASE + 256])
+        self._show_phase(phase.encode())
         try:
             yield
         finally:
-            self._show(around)
-            self._seconds[_SINCE] = time.monotonic()
+            self._show_phase(surrounding_phase)
+            self._seconds[_LAST_MARK] = time.monotonic()
 
-    def _show(self, phase: bytes) -> None:
+    def _show_phase(self, phase: bytes) -> None:
         self._memory[_PHASE : _PHASE + 256] = phase.ljust(256, b"\0")
 
-    def at(self, stage: int) -> None:
+    def begin_stage(self, stage: int) -> None:
         """Begin a part of a step."""
-        now = time.monotonic()
-        before = self._numbers[_STAGE]
-        if before == READING or (before == FORWARD and self.timer is None):
-            self._seconds[_OWN] += now - self._seconds[_SINCE]
-        if before == FORWARD and self.timer is not None:
+        current_time = time.monotonic()
+        previous_stage = self._integers[_STAGE]
+        if previous_stage == READING or (previous_stage == FORWARD and self.timer is None):
+            self._seconds[_OWN_SECONDS] += current_time - self._seconds[_LAST_MARK]
+        if previous_stage == FORWARD and self.timer is not None:
             self.timer.end()
         if stage == FORWARD and self.timer is not None:
-            self._seconds[_OWN] += self.timer.read()
+            self._seconds[_OWN_SECONDS] += self.timer.read()
             self.timer.begin()
-        self._numbers[_STAGE] = stage
-        self._seconds[_SINCE] = now
-        self._numbers[_MOVES] += 1
+        self._integers[_STAGE] = stage
+        self._seconds[_LAST_MARK] = current_time
+        self._integers[_MOVES] += 1
 
-    def begin(self, done: int) -> None:
-        """Count steps from here; `done` of them are complete."""
-        self._numbers[_STEP], self._numbers[_STEPS_HERE] = done, 0
-        self.doing(TRAINING)
+    def begin_steps(self, done_steps: int) -> None:
+        """Count steps from here; `done_steps` of them are complete."""
+        self._integers[_STEP], self._integers[_STEPS_HERE] = done_steps, 0
+        self.begin_phase(TRAINING)
 
-    def step(self) -> None:
+    def count_step(self) -> None:
         """Count one completed step."""
-        self.doing(TRAINING) if self._phase != TRAINING else self.at(0)
-        now = self._seconds[_SINCE]
-        numbers = self._numbers
-        numbers[_STEP] += 1
-        numbers[_STEPS_HERE] += 1
+        self.begin_phase(TRAINING) if self._phase != TRAINING else self.begin_stage(0)
+        current_time = self._seconds[_LAST_MARK]
+        integers = self._integers
+        integers[_STEP] += 1
+        integers[_STEPS_HERE] += 1
         # The first two steps are warm-up, and no measure.
-        if self._stepped_at and numbers[_STEPS_HERE] > 2:
-            self._seconds[_RING + numbers[_RUNG] % _KEPT_STEPS] = now - self._stepped_at
-            numbers[_RUNG] += 1
-        self._stepped_at = now
+        if self._stepped_at and integers[_STEPS_HERE] > 2:
+            self._seconds[_RING + integers[_RING_COUNT] % _KEPT_STEPS] = (
+                current_time - self._stepped_at
+            )
+            integers[_RING_COUNT] += 1
+        self._stepped_at = current_time
 
-    def tick(self) -> None:
+    def count_mark(self) -> None:
         """Count a mark within a phase; all ranks must do so alike."""
-        self._move()
+        self._count_move()
 
-    def alive(self) -> None:
+    def record_activity(self) -> None:
         """Record activity within a phase, on this rank alone, so without a mark."""
-        self._seconds[_SINCE] = time.monotonic()
+        self._seconds[_LAST_MARK] = time.monotonic()
 
-    def _move(self) -> None:
-        self._seconds[_SINCE] = time.monotonic()
-        self._numbers[_MOVES] += 1
+    def _count_move(self) -> None:
+        self._seconds[_LAST_MARK] = time.monotonic()
+        self._integers[_MOVES] += 1
 
     @property
-    def limit(self) -> float:
+    def stall_seconds(self) -> float:
         """Seconds of `train.stall_seconds`, or AUTO, or NEVER."""
         return self._seconds[_LIMIT]
 
-    @limit.setter
-    def limit(self, seconds: float) -> None:
+    @stall_seconds.setter
+    def stall_seconds(self, seconds: float) -> None:
         self._seconds[_LIMIT] = seconds
 
-    def count_collectives(self, number: int) -> None:
+    def count_collectives(self, collective_count: int) -> None:
         """Store the number of collective operations begun so far."""
-        self._numbers[_COLLECTIVES] = number
+        self._integers[_COLLECTIVES] = collective_count
 
     @property
-    def place(self) -> Json:
+    def meeting_point(self) -> Json:
         """The address at which supervisors meet; empty until the ranks have stored it."""
-        text = self._memory[_PLACE:].rstrip(b"\0")
+        text = self._memory[_MEETING_POINT:].rstrip(b"\0")
         # A text without its closing brace is still being written.
         return json.loads(text) if text.endswith(b"}") else {}
 
-    @place.setter
-    def place(self, value: dict[str, object]) -> None:
-        text = json.dumps(value).encode()
-        assert len(text) <= _BYTES - _PLACE
-        self._memory[_PLACE : _PLACE + len(text)] = text
+    @meeting_point.setter
+    def meeting_point(self, meeting_point: dict[str, object]) -> None:
+        text = json.dumps(meeting_point).encode()
+        assert len(text) <= _BYTES - _MEETING_POINT
+        self._memory[_MEETING_POINT : _MEETING_POINT + len(text)] = text
 
-    def read(self) -> RankProgress:
+    def read_progress(self) -> RankProgress:
         """Return the rank's current progress."""
-        numbers = self._numbers
-        rungs = min(self._numbers[_RUNG], _KEPT_STEPS)
+        integers = self._integers
+        kept_steps = min(self._integers[_RING_COUNT], _KEPT_STEPS)
         phase = self._memory[_PHASE : _PHASE + 256].rstrip(b"\0").decode(errors="replace")
-        stage = STAGES[numbers[_STAGE] % len(STAGES)] if phase == TRAINING else ""
-        steps = list(self._seconds[_RING : _RING + rungs])
+        stage = STAGES[integers[_STAGE] % len(STAGES)] if phase == TRAINING else ""
+        steps = list(self._seconds[_RING : _RING + kept_steps])
         return RankProgress(
-            step=numbers[_STEP],
+            step=integers[_STEP],
             phase=stage or phase or "starting",
-            moves=numbers[_MOVES],
-            still=max(0.0, time.monotonic() - self._seconds[_SINCE]),
-            collectives=numbers[_COLLECTIVES],
-            warm=phase == TRAINING and numbers[_STEPS_HERE] >= 2,
+            moves=integers[_MOVES],
+            still=max(0.0, time.monotonic() - self._seconds[_LAST_MARK]),
+            collectives=integers[_COLLECTIVES],
+            past_first_steps=phase == TRAINING and integers[_STEPS_HERE] >= 2,
             step_seconds=statistics.median(steps) if len(steps) >= 3 else 0.0,
-            own_seconds=self._seconds[_OWN],
+            own_seconds=self._seconds[_OWN_SECONDS],
         )
 
 
-class Activity:
+class ProcessActivity:
     """A check whether a process and its descendants compute, read or write (Linux)."""
 
     # Share of one core below which a process counts as idle.
@@ -205,35 +207,39 @@ class Activity:
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self._before = self._used()
-        self._at = time.monotonic()
-        self._active = time.monotonic()
+        self._last_used = self._used_resources()
+        self._measured_at = time.monotonic()
+        self._active_at = time.monotonic()
 
-    def idle(self) -> float:
+    def idle_seconds(self) -> float:
         """Return the seconds since the last activity; to be called about once a second."""
-        now = time.monotonic()
-        used = self._used()
-        passed = max(now - self._at, 1e-3)
+        current_time = time.monotonic()
+        used_resources = self._used_resources()
+        passed_seconds = max(current_time - self._measured_at, 1e-3)
         # Without a measurement, the process counts as active.
         if (
-            used is None
-            or self._before is None
-            or used[0] - self._before[0] > self._SHARE * passed
-            or used[1] - self._before[1] > self._BYTES * passed
+            used_resources is None
+            or self._last_used is None
+            or used_resources[0] - self._last_used[0] > self._SHARE * passed_seconds
+            or used_resources[1] - self._last_used[1] > self._BYTES * passed_seconds
         ):
-            self._active = now
-        self._before = used
-        self._at = now
-        return now - self._active
+            self._active_at = current_time
+        self._last_used = used_resources
+        self._measured_at = current_time
+        return current_time - self._active_at
 
-    def _used(self) -> tuple[float, int] | None:
+    def _used_resources(self) -> tuple[float, int] | None:
         """Return processor seconds, and bytes to and from files and sockets; None if unreadable."""
         try:
-            both = [
+            stats_and_bytes = [
                 (read_stat(pid), bytes_read_and_written(pid))
                 for pid in iterate_process_tree(self.pid)
             ]
         except (OSError, ValueError):
             return None
-        ticks = sum(stat.ticks + stat.children_ticks for stat, _ in both if stat is not None)
-        return ticks / os.sysconf("SC_CLK_TCK"), sum(moved for _, moved in both)
+        ticks = sum(
+            stat.ticks + stat.children_ticks for stat, _ in stats_and_bytes if stat is not None
+        )
+        return ticks / os.sysconf("SC_CLK_TCK"), sum(
+            moved_bytes for _, moved_bytes in stats_and_bytes
+        )

@@ -17,7 +17,7 @@ class RankLog:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: BinaryIO | None = None
-        self._said = False
+        self._is_gap_reported = False
 
     def __enter__(self) -> RankLog:
         try:
@@ -34,7 +34,7 @@ class RankLog:
         if self._file:
             self._file.close()
 
-    def write(self, data: bytes) -> None:
+    def append_bytes(self, data: bytes) -> None:
         """Append the data; a part that the disk rejects is lost."""
         try:
             while self._file and data:
@@ -43,8 +43,8 @@ class RankLog:
             self._report_gap(error)
 
     def _report_gap(self, error: OSError) -> None:
-        if not self._said:
-            self._said = True
+        if not self._is_gap_reported:
+            self._is_gap_reported = True
             print(
                 f"ortlaunch: {self._path} is not complete: {error.strerror}",
                 file=sys.stderr,

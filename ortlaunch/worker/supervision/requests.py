@@ -42,7 +42,9 @@ class RankRequest(IntEnum):
     @property
     def signal(self) -> signal.Signals:
         """The signal for this request."""
-        return next(number for number, ask in SIGNAL_REQUESTS.items() if ask is self)
+        return next(
+            signal_number for signal_number, request in SIGNAL_REQUESTS.items() if request is self
+        )
 
     @property
     def exit_status(self) -> int:
@@ -59,7 +61,7 @@ SIGNAL_REQUESTS = {
 }
 
 
-class Requests:
+class RankRequests:
     """This rank's requests that are not yet answered."""
 
     # Set in processes that a rank forks, such as data loader workers.
@@ -69,31 +71,33 @@ class Requests:
 
     def __init__(self) -> None:
         self.requested = RankRequest.NOTHING
-        self._before: dict[int, Any] = {}
+        self._former_handlers: dict[int, Any] = {}
 
-    def add(self, request: RankRequest) -> None:
+    def add_request(self, request: RankRequest) -> None:
         """Add a request; a higher one stays."""
         self.requested = max(self.requested, request)
 
-    def listen(self) -> None:
+    def start_listening(self) -> None:
         """Treat signals as requests from now on; a second SIGINT ends this process, as usual."""
-        if self._before:
+        if self._former_handlers:
             return
-        for number in signals_to_handle(SIGNAL_REQUESTS):
-            self._before[number] = signal.signal(number, self._handler(signal.getsignal(number)))
-        os.register_at_fork(after_in_child=self._be_deaf)
-        self._send(LISTENING)
+        for signal_number in signals_to_handle(SIGNAL_REQUESTS):
+            self._former_handlers[signal_number] = signal.signal(
+                signal_number, self._chain_handler(signal.getsignal(signal_number))
+            )
+        os.register_at_fork(after_in_child=self._ignore_requests)
+        self._write_to_supervisor(LISTENING)
 
-    def close(self) -> None:
+    def restore_handlers(self) -> None:
         """Restore the former signal handlers."""
-        if not self._before:
+        if not self._former_handlers:
             return
-        self._send(DEAF)
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before = {}
+        self._write_to_supervisor(DEAF)
+        for signal_number, handler in self._former_handlers.items():
+            signal.signal(signal_number, handler)
+        self._former_handlers = {}
 
-    def take_effect(self) -> None:
+    def end_by_late_request(self) -> None:
         """End this process by a stop request that came too late for the ranks to agree on it.
 
         The effect is the same as that of a signal that arrives now.
@@ -101,30 +105,32 @@ class Requests:
         if self.requested.stops and signal.getsignal(self.requested.signal) == signal.SIG_DFL:
             os.kill(os.getpid(), self.requested.signal)
 
-    def _handler(self, theirs: Any) -> Callable[[int, FrameType | None], None]:
+    def _chain_handler(self, user_handler: Any) -> Callable[[int, FrameType | None], None]:
         """Return a handler that records a request, then calls the user's own handler, if any."""
 
-        def note(number: int, frame: FrameType | None) -> None:
-            self.add(SIGNAL_REQUESTS[signal.Signals(number)])
+        def record_request(signal_number: int, frame: FrameType | None) -> None:
+            self.add_request(SIGNAL_REQUESTS[signal.Signals(signal_number)])
             # The next Ctrl-C has its default action and ends the process.
-            if number == signal.SIGINT:
+            if signal_number == signal.SIGINT:
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
-            if callable(theirs) and theirs is not signal.default_int_handler:
-                theirs(number, frame)
+            if callable(user_handler) and user_handler is not signal.default_int_handler:
+                user_handler(signal_number, frame)
 
-        return note
+        return record_request
 
-    def _be_deaf(self) -> None:
+    def _ignore_requests(self) -> None:
         """Ignore requests in a forked process, such as a data loader worker, which is no rank.
 
         Only SIGTERM ends it, because its parent may send that.
         """
-        Requests.is_forked_child = True
-        for number in self._before:
-            signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN)
+        RankRequests.is_forked_child = True
+        for signal_number in self._former_handlers:
+            signal.signal(
+                signal_number, signal.SIG_DFL if signal_number == signal.SIGTERM else signal.SIG_IGN
+            )
 
-    def _send(self, word: bytes) -> None:
+    def _write_to_supervisor(self, mark: bytes) -> None:
         if self.supervisor_fd is not None:
             # The supervisor has ended, and this process ends with it.
             with contextlib.suppress(OSError):
-                os.write(self.supervisor_fd, word)
+                os.write(self.supervisor_fd, mark)

@@ -14,15 +14,15 @@ from typing import NamedTuple
 from ortlaunch.worker.supervision.stall_rules import Beat
 
 # A comparison covers at least this many steps and seconds.
-_STEPS = 50
-_SECONDS = 30.0
+_LEAST_STEPS = 50
+_LEAST_SECONDS = 30.0
 # The least own time of a slow rank, as a multiple of its peers' median.
-_TIMES = 2.0
+_SLOW_FACTOR = 2.0
 # The least time that the rank's peers could save without it, as a share of a step.
-_SHARE = 0.2
+_LEAST_STEP_SHARE = 0.2
 
 
-class Slow(NamedTuple):
+class SlowRank(NamedTuple):
     """A rank that delays the others."""
 
     rank: int
@@ -48,57 +48,63 @@ class Slow(NamedTuple):
         )
 
 
-class SlowRanks:
+class SlowRankDetector:
     """A comparison of heartbeats that returns each slow rank once."""
 
     def __init__(self) -> None:
-        self._named: set[int] = set()
-        self._since: dict[int, Beat] = {}
-        self._at = 0.0
+        self._reported_ranks: set[int] = set()
+        self._first_beats: dict[int, Beat] = {}
+        self._began_at = 0.0
 
-    def detect(self, beats: Sequence[Beat], now: float) -> Slow | None:
+    def detect_slow_rank(self, beats: Sequence[Beat], current_time: float) -> SlowRank | None:
         """Return a slow rank that was not returned before, if there is one.
 
         Args:
             beats: the newest heartbeat of each rank.
-            now: seconds of any monotonic clock.
+            current_time: seconds of any monotonic clock.
         """
         # A new set of ranks, or warm-up steps, would distort the comparison.
         if (
-            not self._since
-            or set(self._since) != {beat.rank for beat in beats}
+            not self._first_beats
+            or set(self._first_beats) != {beat.rank for beat in beats}
             or not all(b.warm for b in beats)
         ):
-            self._begin(beats, now)
+            self._begin_comparison(beats, current_time)
             return None
-        steps = min(beat.step - self._since[beat.rank].step for beat in beats)
-        if steps < _STEPS or now - self._at < _SECONDS:
+        steps = min(beat.step - self._first_beats[beat.rank].step for beat in beats)
+        if steps < _LEAST_STEPS or current_time - self._began_at < _LEAST_SECONDS:
             return None
-        found = self._slowest(beats, (now - self._at) / steps)
-        self._begin(beats, now)
-        return found
+        slow_rank = self._slowest_if_slow(beats, (current_time - self._began_at) / steps)
+        self._begin_comparison(beats, current_time)
+        return slow_rank
 
-    def _begin(self, beats: Sequence[Beat], now: float) -> None:
-        self._since = {beat.rank: beat for beat in beats}
-        self._at = now
+    def _begin_comparison(self, beats: Sequence[Beat], current_time: float) -> None:
+        self._first_beats = {beat.rank: beat for beat in beats}
+        self._began_at = current_time
 
-    def _slowest(self, beats: Sequence[Beat], step_seconds: float) -> Slow | None:
-        own = {beat.rank: self._own_seconds(beat) for beat in beats}
-        slowest = max(beats, key=lambda beat: own[beat.rank])
-        peers = statistics.median(seconds for rank, seconds in own.items() if rank != slowest.rank)
-        mine = own[slowest.rank]
+    def _slowest_if_slow(self, beats: Sequence[Beat], step_seconds: float) -> SlowRank | None:
+        seconds_by_rank = {beat.rank: self._own_seconds(beat) for beat in beats}
+        slowest = max(beats, key=lambda beat: seconds_by_rank[beat.rank])
+        peers_median = statistics.median(
+            seconds for rank, seconds in seconds_by_rank.items() if rank != slowest.rank
+        )
+        slowest_seconds = seconds_by_rank[slowest.rank]
         if (
-            slowest.rank in self._named
-            or mine < _TIMES * peers
-            or mine - peers < _SHARE * step_seconds
+            slowest.rank in self._reported_ranks
+            or slowest_seconds < _SLOW_FACTOR * peers_median
+            or slowest_seconds - peers_median < _LEAST_STEP_SHARE * step_seconds
         ):
             return None
-        self._named.add(slowest.rank)
-        return Slow(
-            slowest.rank, slowest.host, mine, peers, slowest.step - self._since[slowest.rank].step
+        self._reported_ranks.add(slowest.rank)
+        return SlowRank(
+            slowest.rank,
+            slowest.host,
+            slowest_seconds,
+            peers_median,
+            slowest.step - self._first_beats[slowest.rank].step,
         )
 
     def _own_seconds(self, beat: Beat) -> float:
         """Return the rank's own seconds a step since the comparison began."""
-        before = self._since[beat.rank]
-        return (beat.own_seconds - before.own_seconds) / (beat.step - before.step)
+        first_beat = self._first_beats[beat.rank]
+        return (beat.own_seconds - first_beat.own_seconds) / (beat.step - first_beat.step)

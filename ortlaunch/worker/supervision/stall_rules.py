@@ -18,14 +18,14 @@ EXIT_STATUS = 124
 MEETING = "connecting to the other ranks"
 SILENT_SECONDS = 5.0
 # Limits of `auto` in the training steps: at least so many seconds, and so many times a step.
-_LEAST = 60.0
+_LEAST_SECONDS = 60.0
 _TIMES_A_STEP = 20.0
 # Seconds of `auto` in all other phases.
-_ELSEWHERE = 600.0
+_OTHER_PHASE_SECONDS = 600.0
 # Factor for a rank that computes, with `auto` in the training steps.
-_BUSY_TIMES = 10.0
+_BUSY_FACTOR = 10.0
 # Factor for a rank that computes, with a limit in seconds in all other phases.
-_BUSY_TIMES_ELSEWHERE = 30.0
+_OTHER_PHASE_BUSY_FACTOR = 30.0
 _STATES = {
     "T": "stopped: SIGSTOP, or a frozen control group",
     "D": "waiting for a disk or a device",
@@ -60,103 +60,117 @@ class Beat(NamedTuple):
         return self.silent > SILENT_SECONDS
 
 
-class Verdict(NamedTuple):
+class StallVerdict(NamedTuple):
     """A stalled run: the ranks that the others wait for, all heartbeats, and its seconds."""
 
-    behind: tuple[Beat, ...]
+    beats_behind: tuple[Beat, ...]
     beats: tuple[Beat, ...]
     seconds: float
 
     @property
     def summary(self) -> str:
         """One line with the ranks, their location and the seconds of the stall."""
-        return f"the run has stalled for {self.seconds:.0f} s: {_who(self.behind, self.beats)}"
+        return f"the run has stalled for {self.seconds:.0f} s: {_ranks_text(self.beats_behind, self.beats)}"
 
 
-def limits(setting: float, warm: bool, step_seconds: float) -> tuple[float, float]:
+def stall_limits(
+    stall_seconds: float, past_first_steps: bool, median_step_seconds: float
+) -> tuple[float, float]:
     """Return the limits without progress, in seconds: if all ranks are idle, and if one computes.
 
     Args:
-        setting: `train.stall_seconds`; AUTO learns from the steps so far.
-        warm: whether the ranks are in the training steps, past the first two.
-        step_seconds: median seconds of the last steps.
+        stall_seconds: `train.stall_seconds`; AUTO learns from the steps so far.
+        past_first_steps: whether the ranks are in the training steps, past the first two.
+        median_step_seconds: median seconds of the last steps.
     """
-    if setting != AUTO:
-        return setting, setting * (1 if warm else _BUSY_TIMES_ELSEWHERE)
-    if not warm:
-        return _ELSEWHERE, float("inf")
-    learnt = max(_LEAST, _TIMES_A_STEP * step_seconds)
-    return learnt, learnt * _BUSY_TIMES
+    if stall_seconds != AUTO:
+        return stall_seconds, stall_seconds * (1 if past_first_steps else _OTHER_PHASE_BUSY_FACTOR)
+    if not past_first_steps:
+        return _OTHER_PHASE_SECONDS, float("inf")
+    learned_seconds = max(_LEAST_SECONDS, _TIMES_A_STEP * median_step_seconds)
+    return learned_seconds, learned_seconds * _BUSY_FACTOR
 
 
-def judge(beats: Sequence[Beat], setting: float, watched: float) -> Verdict | None:
+def judge_stall(
+    beats: Sequence[Beat], stall_seconds: float, watched_seconds: float
+) -> StallVerdict | None:
     """Return a verdict if the ranks stand still, else None.
 
     Args:
         beats: the newest heartbeat of each rank.
-        setting: `train.stall_seconds`.
-        watched: seconds since the judging process started, or resumed after a suspension; earlier
+        stall_seconds: `train.stall_seconds`.
+        watched_seconds: seconds since the judging process started, or resumed after a suspension; earlier
             silence does not count, because it could receive nothing.
     """
-    quiet = min(watched, *(beat.still + beat.silent for beat in beats))
-    late = behind(beats)
-    idle, busy = limits(
-        setting, all(beat.warm for beat in late), max(beat.step_seconds for beat in beats)
+    quiet_seconds = min(watched_seconds, *(beat.still + beat.silent for beat in beats))
+    late_beats = ranks_behind(beats)
+    idle_limit, busy_limit = stall_limits(
+        stall_seconds,
+        all(beat.warm for beat in late_beats),
+        max(beat.step_seconds for beat in beats),
     )
     # "t": a debugger holds the process.
-    if quiet <= idle or any(beat.state == "t" or beat.phase == MEETING for beat in beats):
+    if quiet_seconds <= idle_limit or any(
+        beat.state == "t" or beat.phase == MEETING for beat in beats
+    ):
         return None
-    at_work = any(beat.idle <= idle and not beat.is_silent for beat in late)
-    return None if at_work and quiet <= busy else Verdict(late, tuple(beats), quiet)
+    is_at_work = any(beat.idle <= idle_limit and not beat.is_silent for beat in late_beats)
+    return (
+        None
+        if is_at_work and quiet_seconds <= busy_limit
+        else StallVerdict(late_beats, tuple(beats), quiet_seconds)
+    )
 
 
-def behind(beats: Sequence[Beat]) -> tuple[Beat, ...]:
+def ranks_behind(beats: Sequence[Beat]) -> tuple[Beat, ...]:
     """Return the ranks that the others wait for.
 
     They are the silent ranks, else the stopped ones, else those with the fewest marks, else all.
     """
-    fewest = min(map(_passed, beats))
-    for late in (
+    fewest = min(map(_progress_marks, beats))
+    for late_beats in (
         [beat for beat in beats if beat.is_silent],
         [beat for beat in beats if beat.state in ("T", "Z")],
-        [beat for beat in beats if _passed(beat) == fewest],
+        [beat for beat in beats if _progress_marks(beat) == fewest],
     ):
-        if late:
-            return tuple(late)
+        if late_beats:
+            return tuple(late_beats)
     return tuple(beats)
 
 
-def _passed(beat: Beat) -> tuple[int, int]:
+def _progress_marks(beat: Beat) -> tuple[int, int]:
     return beat.moves, beat.collectives
 
 
-def _who(late: Sequence[Beat], beats: Sequence[Beat]) -> str:
-    names = ", ".join(_named(beat) for beat in late[:4])
-    more = f" and {len(late) - 4} more" if len(late) > 4 else ""
-    behind_ranks = {beat.rank for beat in late}
-    waiting = [beat for beat in beats if beat.rank not in behind_ranks]
-    if not waiting:
-        return f"{names}{more}" + ("; no rank is behind the others" if len(beats) > 1 else "")
+def _ranks_text(late_beats: Sequence[Beat], beats: Sequence[Beat]) -> str:
+    late_text = ", ".join(_rank_text(beat) for beat in late_beats[:4])
+    more = f" and {len(late_beats) - 4} more" if len(late_beats) > 4 else ""
+    behind_ranks = {beat.rank for beat in late_beats}
+    waiting_beats = [beat for beat in beats if beat.rank not in behind_ranks]
+    if not waiting_beats:
+        return f"{late_text}{more}" + ("; no rank is behind the others" if len(beats) > 1 else "")
     others = (
-        f"rank {waiting[0].rank} waits"
-        if len(waiting) == 1
-        else f"{count_with_noun(len(waiting), 'other rank')} wait"
+        f"rank {waiting_beats[0].rank} waits"
+        if len(waiting_beats) == 1
+        else f"{count_with_noun(len(waiting_beats), 'other rank')} wait"
     )
-    return f"{names}{more}; {others} {_place(waiting[0])}"
+    return f"{late_text}{more}; {others} {_step_and_phase(waiting_beats[0])}"
 
 
-def _named(beat: Beat) -> str:
+def _rank_text(beat: Beat) -> str:
     if beat.is_silent:
-        said = (
+        silence_text = (
             f"no heartbeat for {beat.silent:.0f} s (its host, the network to it, or its rank "
             "supervisor hangs)"
         )
-        return f"rank {beat.rank} on host {beat.host}: {said}; it was last seen {_place(beat)}"
+        return f"rank {beat.rank} on host {beat.host}: {silence_text}; it was last seen {_step_and_phase(beat)}"
     state = f" ({_STATES[beat.state]})" if beat.state in _STATES else ""
-    return f"rank {beat.rank} on host {beat.host}, process {beat.pid}{state}, {_place(beat)}"
+    return (
+        f"rank {beat.rank} on host {beat.host}, process {beat.pid}{state}, {_step_and_phase(beat)}"
+    )
 
 
-def _place(beat: Beat) -> str:
+def _step_and_phase(beat: Beat) -> str:
     """Return the rank's step and phase as a phrase."""
     if beat.phase in STAGES:
         return f"in step {beat.step + 1}, {beat.phase}"

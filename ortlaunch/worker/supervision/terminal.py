@@ -21,9 +21,9 @@ _CONTROL = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\
 # Return to column 1 and erase to the end of the line.
 _ERASE = b"\r\x1b[K"
 # The end of a live line that has no clock of its own.
-_WAITS = b"..."
+_WAIT_SUFFIX = b"..."
 # Bytes. A longer line is not meant for a person, and is written in pieces.
-_LONGEST = 1 << 20
+_MAX_LINE_BYTES = 1 << 20
 
 
 class NewOutput(NamedTuple):
@@ -33,37 +33,38 @@ class NewOutput(NamedTuple):
     live: bytes | None
 
 
-class Stream:
+class OutputStream:
     """One output stream of a rank, which arrives in pieces."""
 
     def __init__(self) -> None:
-        self.begun = b""
+        self.incomplete_line = b""
 
-    def feed(self, data: bytes) -> NewOutput:
+    def feed_and_split(self, data: bytes) -> NewOutput:
         """Add data, and return the lines that are complete now."""
-        data = self.begun + data
-        found = _LIVE.findall(data)
-        *whole, self.begun = _LIVE.sub(b"", data).split(b"\n")
-        if len(self.begun) > _LONGEST:
-            whole = [*whole, self.begun]
-            self.begun = b""
-        self.begun = _last_drawn(self.begun)
+        data = self.incomplete_line + data
+        live_lines = _LIVE.findall(data)
+        *complete_lines, self.incomplete_line = _LIVE.sub(b"", data).split(b"\n")
+        if len(self.incomplete_line) > _MAX_LINE_BYTES:
+            complete_lines = [*complete_lines, self.incomplete_line]
+            self.incomplete_line = b""
+        self.incomplete_line = _last_overwritten_form(self.incomplete_line)
         return NewOutput(
-            b"".join(_plain(line) + b"\n" for line in whole), found[-1] if found else None
+            b"".join(_plain_line(line) + b"\n" for line in complete_lines),
+            live_lines[-1] if live_lines else None,
         )
 
-    def rest(self) -> bytes:
+    def pop_last_line(self) -> bytes:
         """Return a last line without a line break, and forget it."""
-        line = _plain(self.begun)
-        self.begun = b""
+        line = _plain_line(self.incomplete_line)
+        self.incomplete_line = b""
         return line + b"\n" if line else b""
 
 
-def _plain(line: bytes) -> bytes:
-    return _last_drawn(_CONTROL.sub(b"", line)).rstrip(b"\r").lstrip(b"\r")
+def _plain_line(line: bytes) -> bytes:
+    return _last_overwritten_form(_CONTROL.sub(b"", line)).rstrip(b"\r").lstrip(b"\r")
 
 
-def _last_drawn(line: bytes) -> bytes:
+def _last_overwritten_form(line: bytes) -> bytes:
     """Return the last form of a line that was overwritten after carriage returns.
 
     A carriage return at its end has not overwritten anything yet.
@@ -75,72 +76,80 @@ def _last_drawn(line: bytes) -> bytes:
 class Screen:
     """The terminal, if its `width` is known; else a file or a pipe, which gets lines unchanged."""
 
-    def __init__(self, ends: dict[str, int], width: int | None) -> None:
-        self.ends = ends
+    def __init__(self, descriptors: dict[str, int], width: int | None) -> None:
+        self.descriptors = descriptors
         self.width = width
-        self.live = b""
-        self.since = 0.0
-        self.ticks = 0
+        self.live_line = b""
+        self.live_since = 0.0
+        self.shown_seconds = 0
 
-    def show(self, name: str, lines: bytes) -> None:
+    def print_lines(self, stream_name: str, lines: bytes) -> None:
         """Print lines that stay, above the live line."""
-        if lines and self.live:
-            _write(self.ends["out"], _ERASE)
+        if lines and self.live_line:
+            _write_or_ignore(self.descriptors["out"], _ERASE)
         if lines:
-            _write(self.ends[name], lines)
-        if lines and self.live:
-            self.draw(self.live)
+            _write_or_ignore(self.descriptors[stream_name], lines)
+        if lines and self.live_line:
+            self.draw_live_line(self.live_line)
 
-    def draw(self, live: bytes) -> None:
+    def draw_live_line(self, live_line: bytes) -> None:
         """Replace the live line."""
         if self.width is not None:
-            if live != self.live:
-                self.since = time.monotonic()
-                self.ticks = 0
-            self.live = live
-            waited = f" {self.ticks} s" if self.ticks and live.endswith(_WAITS) else ""
-            text = f"{live.decode(errors='replace')}{waited}"[: self._columns() - 1]
-            _write(self.ends["out"], _ERASE + text.encode())
+            if live_line != self.live_line:
+                self.live_since = time.monotonic()
+                self.shown_seconds = 0
+            self.live_line = live_line
+            waited_text = (
+                f" {self.shown_seconds} s"
+                if self.shown_seconds and live_line.endswith(_WAIT_SUFFIX)
+                else ""
+            )
+            text = f"{live_line.decode(errors='replace')}{waited_text}"[
+                : self._current_columns() - 1
+            ]
+            _write_or_ignore(self.descriptors["out"], _ERASE + text.encode())
 
-    def tick(self) -> None:
+    def show_waited_seconds(self) -> None:
         """Show how many seconds a wait has taken, as a sign of life; to be called often."""
-        if self.live.endswith(_WAITS) and self.ticks < int(time.monotonic() - self.since):
-            self.ticks = int(time.monotonic() - self.since)
-            self.draw(self.live)
+        if self.live_line.endswith(_WAIT_SUFFIX) and self.shown_seconds < int(
+            time.monotonic() - self.live_since
+        ):
+            self.shown_seconds = int(time.monotonic() - self.live_since)
+            self.draw_live_line(self.live_line)
 
-    def close(self) -> None:
+    def remove_live_line(self) -> None:
         """Remove the live line."""
-        if self.live:
-            _write(self.ends["out"], _ERASE)
-            self.live = b""
+        if self.live_line:
+            _write_or_ignore(self.descriptors["out"], _ERASE)
+            self.live_line = b""
 
-    def _columns(self) -> int:
+    def _current_columns(self) -> int:
         """Return the terminal's columns now, because a window may be resized.
 
         Behind a launcher's pipe, the width is the one that the command read at its start.
         """
         with contextlib.suppress(OSError):
-            return os.get_terminal_size(self.ends["out"]).columns or self.width or 80
+            return os.get_terminal_size(self.descriptors["out"]).columns or self.width or 80
         return self.width or 80
 
 
-class Prefixed(Screen):
+class PrefixedScreen(Screen):
     """The output of all ranks: each line begins with its rank's name; there is no live line."""
 
-    def __init__(self, ends: dict[str, int], name: str) -> None:
-        super().__init__(ends, None)
-        self._head = f"{name}: ".encode()
+    def __init__(self, descriptors: dict[str, int], rank_name: str) -> None:
+        super().__init__(descriptors, None)
+        self._head = f"{rank_name}: ".encode()
 
-    def show(self, name: str, lines: bytes) -> None:
+    def print_lines(self, stream_name: str, lines: bytes) -> None:
         """Write all lines at once, because other ranks write to the same place."""
         if lines:
-            _write(
-                self.ends[name],
+            _write_or_ignore(
+                self.descriptors[stream_name],
                 b"".join(self._head + line for line in lines.splitlines(keepends=True)),
             )
 
 
-def _write(end: int, data: bytes) -> None:
+def _write_or_ignore(descriptor: int, data: bytes) -> None:
     # The reader of our output may be gone, and the run continues without it.
     with contextlib.suppress(OSError):
-        os.write(end, data)
+        os.write(descriptor, data)

@@ -11,64 +11,64 @@ import traceback
 from collections.abc import Iterator
 
 from ortlaunch.units import count_with_noun
-from ortlaunch.worker.supervision.module_copies import is_own
+from ortlaunch.worker.supervision.module_copies import is_user_file
 
 _FRAME = re.compile(r'  File "([^"]+)", line \d+')
 
 
-def raised_at(error: BaseException) -> str | None:
+def user_source_location(error: BaseException) -> str | None:
     """Return `file:line` of the last frame in the user's files, or None.
 
     Errors that this one was raised from count, too.
     """
-    for each in _chain(error):
-        for frame in reversed(traceback.extract_tb(each.__traceback__)):
-            if is_own(frame.filename):
-                below = os.path.relpath(frame.filename)
-                return f"{frame.filename if below.startswith(os.pardir) else below}:{frame.lineno}"
+    for chained_error in _error_chain(error):
+        for frame in reversed(traceback.extract_tb(chained_error.__traceback__)):
+            if is_user_file(frame.filename):
+                relative_path = os.path.relpath(frame.filename)
+                return f"{frame.filename if relative_path.startswith(os.pardir) else relative_path}:{frame.lineno}"
     return None
 
 
-def described(error: Exception) -> str:
+def error_description(error: Exception) -> str:
     """Return an error's type, message and line in the user's files.
 
     For an error without a message, the source line that raised it replaces the message.
     """
-    own = raised_at(error)
-    kind = type(error).__name__
-    at = f", at {own}" if own else ""
+    user_location = user_source_location(error)
+    error_type = type(error).__name__
+    location_text = f", at {user_location}" if user_location else ""
     if str(error):
-        return f"{kind}: {error}{at}"
+        return f"{error_type}: {error}{location_text}"
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{kind} in {os.path.basename(frame.filename)}, {frame.name}: {frame.line}{at}"
+    return f"{error_type} in {os.path.basename(frame.filename)}, {frame.name}: {frame.line}{location_text}"
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
+def _error_chain(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         # The same order as Python prints: an explicit cause, else the context.
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
-def folded(text: str) -> str:
+def fold_foreign_frames(traceback_text: str) -> str:
     """Return a traceback in which frames outside the user's files are only counted."""
-    kept = list[str]()
-    hidden = 0
-    own = True
-    for line in text.splitlines():
+    shown_lines = list[str]()
+    hidden_frames = 0
+    is_user_frame = True
+    for line in traceback_text.splitlines():
         frame = _FRAME.match(line)
         if frame is not None:
-            own = is_own(frame[1])
-            hidden += not own
+            is_user_frame = is_user_file(frame[1])
+            hidden_frames += not is_user_frame
         # Any other line than the source code of the frame above.
         elif not line.startswith("    "):
-            own = True
-        if own:
-            kept += (
-                [f"  ... {count_with_noun(hidden, 'frame')} of ortlaunch and of packages"]
-                if hidden
+            is_user_frame = True
+        if is_user_frame:
+            shown_lines += (
+                [f"  ... {count_with_noun(hidden_frames, 'frame')} of ortlaunch and of packages"]
+                if hidden_frames
                 else []
             )
-            kept.append(line)
-            hidden = 0
-    return "\n".join(kept)
+            shown_lines.append(line)
+            hidden_frames = 0
+    return "\n".join(shown_lines)

@@ -26,13 +26,13 @@ from ortlaunch.run_folder.folder import RunDir, write_json_atomically, write_tex
 from ortlaunch.run_folder.lines import append_json_line
 from ortlaunch.run_folder.lost import LostHost
 from ortlaunch.worker.supervision.child import Child
-from ortlaunch.worker.supervision.heartbeats import Exchange, beat_seconds
-from ortlaunch.worker.supervision.lost_host import LostHosts
-from ortlaunch.worker.supervision.pulse import AUTO, NEVER, Activity, Pulse
-from ortlaunch.worker.supervision.slow import SlowRanks
-from ortlaunch.worker.supervision.stall_rules import EXIT_STATUS, Beat, Verdict, judge
+from ortlaunch.worker.supervision.heartbeats import HeartbeatExchange, heartbeat_seconds
+from ortlaunch.worker.supervision.lost_host import LostHostDetector
+from ortlaunch.worker.supervision.pulse import AUTO, NEVER, ProcessActivity, Pulse
+from ortlaunch.worker.supervision.slow import SlowRankDetector
+from ortlaunch.worker.supervision.stall_rules import EXIT_STATUS, Beat, StallVerdict, judge_stall
 
-# Of rank 0's supervisor, which judges; the others send heartbeats (heartbeats.beat_seconds).
+# Of rank 0's supervisor, which judges; the others send heartbeats (heartbeats.heartbeat_seconds).
 _JUDGE_SECONDS = 1.0
 # From the meeting of the ranks to a report of those that sent no heartbeat.
 _UNHEARD_SECONDS = 10.0
@@ -52,33 +52,39 @@ class Watchdog:
         self.rank = rank
         self.run = run
         self.pulse = Pulse()
-        self.exchange = Exchange(rank)
-        self.verdict: Verdict | None = None
-        self.lost: LostHost | None = None
-        self.ended_it = False
+        self.exchange = HeartbeatExchange(rank)
+        self.verdict: StallVerdict | None = None
+        self.lost_host: LostHost | None = None
+        self.has_ended_rank = False
         self._plan = Plan.read(run.plan)
         self._stacks = os.memfd_create("stacks")
-        self._every = _JUDGE_SECONDS if rank.rank == 0 else beat_seconds(rank.world_size)
-        self._since = time.monotonic()
+        self._beat_interval = (
+            _JUDGE_SECONDS if rank.rank == 0 else heartbeat_seconds(rank.world_size)
+        )
+        self._judged_since = time.monotonic()
         # A different phase for each rank spreads the heartbeats over time.
-        self._beat_at = self._since - self._every * rank.rank / rank.world_size
+        self._beat_at = self._judged_since - self._beat_interval * rank.rank / rank.world_size
         self._stacks_requested_at: float | None = None
         # When to report the ranks that sent no heartbeat.
         self._unheard_at = float("inf")
-        self._activity: Activity | None = None
-        self._slow = SlowRanks()
-        self._lost_hosts = LostHosts(socket.gethostname(), rank.rank)
+        self._activity: ProcessActivity | None = None
+        self._slow_rank_detector = SlowRankDetector()
+        self._lost_hosts = LostHostDetector(socket.gethostname(), rank.rank)
         if not self._plan.traits.watched:
-            self.pulse.limit = NEVER
+            self.pulse.stall_seconds = NEVER
 
-    def apply_setting(self, setting: float | str | None) -> None:
+    def apply_stall_seconds(self, stall_seconds: float | str | None) -> None:
         """In the rank: apply `train.stall_seconds` of its recipe."""
         if self._plan.traits.watched:
-            self.pulse.limit = (
-                NEVER if setting is None else AUTO if isinstance(setting, str) else setting
+            self.pulse.stall_seconds = (
+                NEVER
+                if stall_seconds is None
+                else AUTO
+                if isinstance(stall_seconds, str)
+                else stall_seconds
             )
 
-    def listen(self) -> None:
+    def enable_stack_dumps(self) -> None:
         """In the rank: let SIGQUIT, and crashes, print the stacks of threads from now on.
 
         This also works while Python is busy in C code.
@@ -88,134 +94,153 @@ class Watchdog:
         # because ONNX Runtime redirects standard error during an export.
         faulthandler.enable(os.dup(2), all_threads=False)
 
-    def poll(self, child: Child) -> None:
+    def exchange_beats_and_judge(self, child: Child) -> None:
         """Receive heartbeats and orders, send a heartbeat, and judge.
 
         It is called all the time, and does something once a second.
         """
-        self.exchange.receive()
+        self.exchange.receive_messages()
         if self._stacks_requested_at is not None or self.exchange.orders:
-            self._go_on_ending(child)
-        elif time.monotonic() - self._beat_at >= self._every:
-            self._beat(child)
+            self._continue_ending(child)
+        elif time.monotonic() - self._beat_at >= self._beat_interval:
+            self._send_beat_and_judge(child)
 
-    def _beat(self, child: Child) -> None:
-        now = time.monotonic()
+    def _send_beat_and_judge(self, child: Child) -> None:
+        current_time = time.monotonic()
         # While suspended, this process received nothing, so silence before now has no meaning.
-        if now - self._beat_at > self._every + _ASLEEP_SECONDS:
-            self._since = now
-            self.exchange.wake()
-        self._beat_at = now
-        if self.pulse.place and not self.exchange.has_met:
+        if current_time - self._beat_at > self._beat_interval + _ASLEEP_SECONDS:
+            self._judged_since = current_time
+            self.exchange.restart_silence_clocks()
+        self._beat_at = current_time
+        if self.pulse.meeting_point and not self.exchange.has_met:
             # The limits count from the meeting: before it, each supervisor knew only its own rank.
-            self._since = now
-            self.exchange.meet(self.pulse.place)
-            self._unheard_at = now + _UNHEARD_SECONDS
-        mine = self._own_beat(child.pid)
-        self.exchange.send_beat(mine)
-        beats = self.exchange.beats(mine)
+            self._judged_since = current_time
+            self.exchange.start_sending(self.pulse.meeting_point)
+            self._unheard_at = current_time + _UNHEARD_SECONDS
+        own_beat = self._measure_own_beat(child.pid)
+        self.exchange.send_beat(own_beat)
+        beats = self.exchange.beats_to_judge(own_beat)
         self._check_lost_hosts(beats, child)
-        self._check_slow_ranks(beats, now)
-        if now > self._unheard_at:
+        self._check_slow_ranks(beats, current_time)
+        if current_time > self._unheard_at:
             self._report_unheard()
-        found = judge(beats, self.pulse.limit, now - self._since) if beats else None
-        if found and not self.ended_it:
-            self._begin_ending(found, child)
+        verdict = (
+            judge_stall(beats, self.pulse.stall_seconds, current_time - self._judged_since)
+            if beats
+            else None
+        )
+        if verdict and not self.has_ended_rank:
+            self._begin_ending(verdict, child)
 
     def _check_lost_hosts(self, beats: list[Beat] | None, child: Child) -> None:
         """End the rank if a host is lost, for any value of `train.stall_seconds`.
 
         Without a host the run can neither continue nor save.
         """
-        self.lost = self.lost or self._lost_hosts.detect(beats or (), self.exchange.addresses())
-        if self.lost and not self.ended_it:
-            self.ended_it = True
-            child.send(signal.SIGKILL)
+        self.lost_host = self.lost_host or self._lost_hosts.detect_lost_host(
+            beats or (), self.exchange.supervisor_addresses()
+        )
+        if self.lost_host and not self.has_ended_rank:
+            self.has_ended_rank = True
+            child.send_signal(signal.SIGKILL)
 
-    def _check_slow_ranks(self, beats: list[Beat] | None, now: float) -> None:
-        slow = (
-            self._slow.detect(beats, now)
+    def _check_slow_ranks(self, beats: list[Beat] | None, current_time: float) -> None:
+        slow_rank = (
+            self._slow_rank_detector.detect_slow_rank(beats, current_time)
             if beats and len(beats) > 1 and self.exchange.is_hub
             else None
         )
-        if slow is not None:
-            print(f"ortlaunch: {slow.summary}", file=sys.stderr, flush=True)
+        if slow_rank is not None:
+            print(f"ortlaunch: {slow_rank.summary}", file=sys.stderr, flush=True)
             with contextlib.suppress(OSError):
-                append_json_line(self.run.slow_ranks, {"time": time.time(), **slow._asdict()})
+                append_json_line(self.run.slow_ranks, {"time": time.time(), **slow_rank._asdict()})
 
     def _report_unheard(self) -> None:
         """Print once which ranks sent no heartbeat: a loss of their hosts will look like a stall."""
         self._unheard_at = float("inf")
-        if hosts := self._never_heard():
-            what = (
+        if hosts := self._unheard_hosts_text():
+            warning_text = (
                 f"no heartbeat of {hosts} within {_UNHEARD_SECONDS:.0f} s: check that UDP is "
                 "open between the hosts."
             )
             print(
-                f"ortlaunch: {what} A lost host is detected only as a stall",
+                f"ortlaunch: {warning_text} A lost host is detected only as a stall",
                 file=sys.stderr,
                 flush=True,
             )
 
-    def _never_heard(self) -> str:
-        never = (
-            self.exchange.never_heard() if self.exchange.is_hub and self.exchange.has_met else []
+    def _unheard_hosts_text(self) -> str:
+        unheard_ranks = (
+            self.exchange.unheard_ranks() if self.exchange.is_hub and self.exchange.has_met else []
         )
         hosts = ", ".join(
-            f"rank {rank} on host {self._plan.node_of(rank).host}" for rank in never[:4]
+            f"rank {rank} on host {self._plan.node_of(rank).host}" for rank in unheard_ranks[:4]
         )
-        return f"{hosts}{' and more' if len(never) > 4 else ''}"
+        return f"{hosts}{' and more' if len(unheard_ranks) > 4 else ''}"
 
     @property
     def is_cut_off(self) -> bool:
         """Whether the launcher cannot reach this host: a host is lost, or this rank gave up alone."""
-        return self.lost is not None or (self.verdict is not None and not self.exchange.is_hub)
+        return self.lost_host is not None or (self.verdict is not None and not self.exchange.is_hub)
 
-    def _own_beat(self, pid: int) -> Beat:
-        self._activity = self._activity or Activity(pid)
-        seen = self.pulse.read()
+    def _measure_own_beat(self, pid: int) -> Beat:
+        self._activity = self._activity or ProcessActivity(pid)
+        progress = self.pulse.read_progress()
         host = socket.gethostname()
         stat = read_stat(pid)
         state = stat.state if stat else ""
-        return Beat(self.rank.rank, host, pid, seen.step, seen.phase, seen.moves, seen.collectives, seen.still,
-                    self._activity.idle(), state, seen.warm, seen.step_seconds, seen.own_seconds)  # fmt: skip
+        return Beat(
+            self.rank.rank,
+            host,
+            pid,
+            progress.step,
+            progress.phase,
+            progress.moves,
+            progress.collectives,
+            progress.still,
+            self._activity.idle_seconds(),
+            state,
+            progress.past_first_steps,
+            progress.step_seconds,
+            progress.own_seconds,
+        )
 
-    def _begin_ending(self, verdict: Verdict, child: Child) -> None:
+    def _begin_ending(self, verdict: StallVerdict, child: Child) -> None:
         self.verdict = verdict
-        self.exchange.order("stacks")
+        self.exchange.send_order("stacks")
         self._request_stacks(child)
 
     def _request_stacks(self, child: Child) -> None:
         """Get the stacks of the rank, and send them."""
         self._stacks_requested_at = time.monotonic()
         text = _py_spy(child.pid)
-        child.send(signal.SIGQUIT)
+        child.send_signal(signal.SIGQUIT)
         # A stopped process cannot print anything.
-        child.send(signal.SIGCONT)
-        wait_until(self._shown, _STACK_SECONDS)
+        child.send_signal(signal.SIGCONT)
+        wait_until(self._dumped_stacks, _STACK_SECONDS)
         # The file grows while faulthandler writes it.
         time.sleep(0.05)
-        self.exchange.send_stacks(self._shown() + text or "it has no stack trace\n")
+        self.exchange.send_stacks(self._dumped_stacks() + text or "it has no stack trace\n")
 
-    def _go_on_ending(self, child: Child) -> None:
+    def _continue_ending(self, child: Child) -> None:
         """After a verdict, kill the rank once all reachable ranks have sent their stacks."""
         if self._stacks_requested_at is None:
             self._request_stacks(child)
-        passed = time.monotonic() - (self._stacks_requested_at or 0.0)
+        passed_seconds = time.monotonic() - (self._stacks_requested_at or 0.0)
         if self.verdict is None:
-            over = "end" in self.exchange.orders or passed > _ORDER_SECONDS
+            is_over = "end" in self.exchange.orders or passed_seconds > _ORDER_SECONDS
         else:
-            answering = {beat.rank for beat in self.verdict.beats if not beat.is_silent}
-            over = (
+            answering_ranks = {beat.rank for beat in self.verdict.beats if not beat.is_silent}
+            is_over = (
                 not self.exchange.is_hub
-                or answering <= set(self.exchange.stacks)
-                or passed > _ALL_STACKS_SECONDS
+                or answering_ranks <= set(self.exchange.stacks)
+                or passed_seconds > _ALL_STACKS_SECONDS
             )
-        if over and not self.ended_it:
-            self.ended_it = True
+        if is_over and not self.has_ended_rank:
+            self.has_ended_rank = True
             self._print_verdict()
-            self.exchange.order("end") if self.exchange.is_hub else None
-            child.send(signal.SIGKILL)
+            self.exchange.send_order("end") if self.exchange.is_hub else None
+            child.send_signal(signal.SIGKILL)
 
     def _print_verdict(self) -> None:
         if self.verdict is not None:
@@ -225,15 +250,19 @@ class Watchdog:
     def summary(self) -> str:
         """The line of the verdict, with the ranks that never sent a heartbeat."""
         assert self.verdict is not None
-        unknown = f"; no heartbeat ever came from {hosts}" if (hosts := self._never_heard()) else ""
+        unknown = (
+            f"; no heartbeat ever came from {hosts}"
+            if (hosts := self._unheard_hosts_text())
+            else ""
+        )
         return (
             f"{self.verdict.summary}{unknown}; exit status {EXIT_STATUS}; stacks: {self.run.errors}"
         )
 
-    def record(self) -> None:
+    def record_stall(self) -> None:
         """After the rank's end: record its stacks, and the verdict if this supervisor made it."""
-        if self.lost is not None:
-            self.lost.write_unless_recorded(self.run)
+        if self.lost_host is not None:
+            self.lost_host.write_unless_recorded(self.run)
             return
         with contextlib.suppress(OSError):
             write_text_atomically(
@@ -241,37 +270,37 @@ class Watchdog:
                 self.exchange.stacks.get(self.rank.rank, ""),
             )
             if self.verdict is not None:
-                write_json_atomically(self.run.stall, self._record_of(self.verdict))
+                write_json_atomically(self.run.stall, self._stall_record(self.verdict))
 
-    def _record_of(self, verdict: Verdict) -> dict[str, object]:
-        first = verdict.behind[0]
+    def _stall_record(self, verdict: StallVerdict) -> dict[str, object]:
+        first_behind = verdict.beats_behind[0]
         stacks = self.exchange.stacks
-        late = [beat.rank for beat in verdict.behind]
-        shown = "".join(
-            f"rank {rank}:\n{_first_lines(stacks[rank])}" for rank in late if rank in stacks
+        late_ranks = [beat.rank for beat in verdict.beats_behind]
+        stacks_text = "".join(
+            f"rank {rank}:\n{_first_lines(stacks[rank])}" for rank in late_ranks if rank in stacks
         )
-        who = {
-            "rank": first.rank,
-            "host": first.host,
-            "pid": first.pid,
-            "step": first.step,
-            "phase": first.phase,
+        rank_fields = {
+            "rank": first_behind.rank,
+            "host": first_behind.host,
+            "pid": first_behind.pid,
+            "step": first_behind.step,
+            "phase": first_behind.phase,
         }
         return {
-            **who, "type": "Stall", "cause": Cause.HANG, "detail": verdict.summary,
-            "message": verdict.summary, "summary": self.summary, "traceback": shown,
+            **rank_fields, "type": "Stall", "cause": Cause.HANG, "detail": verdict.summary,
+            "message": verdict.summary, "summary": self.summary, "traceback": stacks_text,
             "exit_status": EXIT_STATUS, "signal": None, "secondary": False, "time": time.time(),
-            "still_seconds": round(verdict.seconds, 1), "behind": late,
-            "never_heard": self.exchange.never_heard() if self.exchange.is_hub else [],
+            "still_seconds": round(verdict.seconds, 1), "behind": late_ranks,
+            "never_heard": self.exchange.unheard_ranks() if self.exchange.is_hub else [],
             "after": self.run.count_error_record(), "ranks": [beat._asdict() for beat in sorted(verdict.beats)],
         }  # fmt: skip
 
-    def leave(self) -> None:
+    def announce_end(self) -> None:
         """Announce the rank's end, after which nobody waits for it."""
         with contextlib.suppress(OSError):
-            self.exchange.leave()
+            self.exchange.announce_end()
 
-    def _shown(self) -> str:
+    def _dumped_stacks(self) -> str:
         return os.pread(self._stacks, os.fstat(self._stacks).st_size, 0).decode(errors="replace")
 
 
@@ -279,7 +308,9 @@ def _first_lines(stack: str) -> str:
     """Return the innermost frames of the main thread; errors/ has all of them."""
     threads = re.split(r"\n(?=(?:Current t|T)hread 0x|py-spy:)", stack)
     # Every stack of the main thread has a frame of rank_supervisor.py, which started the rank.
-    main = next((one for one in threads if "rank_supervisor.py" in one), stack)
+    main = next(
+        (thread_stack for thread_stack in threads if "rank_supervisor.py" in thread_stack), stack
+    )
     lines = main.strip("\n").splitlines(keepends=True)
     return "".join(lines[:_SHOWN_LINES]) + ("\n" if len(lines) <= _SHOWN_LINES else "  ...\n")
 
@@ -292,14 +323,14 @@ def _py_spy(pid: int) -> str:
     for program in _installed("py-spy"):
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             command = [program, "dump", "--nonblocking", "--pid", str(pid)]
-            ended = subprocess.run(
+            dump = subprocess.run(
                 command, capture_output=True, text=True, timeout=_PY_SPY_SECONDS, check=False
             )
-            return f"py-spy:\n{ended.stdout}" if ended.returncode == 0 else ""
+            return f"py-spy:\n{dump.stdout}" if dump.returncode == 0 else ""
     return ""
 
 
-def _installed(name: str) -> Iterator[str]:
-    beside = os.path.join(os.path.dirname(sys.executable), name)
-    found = beside if os.path.exists(beside) else shutil.which(name)
-    yield from [found] if found else []
+def _installed(program_name: str) -> Iterator[str]:
+    local_program = os.path.join(os.path.dirname(sys.executable), program_name)
+    program = local_program if os.path.exists(local_program) else shutil.which(program_name)
+    yield from [program] if program else []

@@ -14,11 +14,14 @@ def run(request: BatchBytesRequest) -> None:
     """Read the first micro batch, and print its bytes."""
     recipe = parse_resolved(request.recipe)
     add_factory_folders_to_path(recipe, Path(request.modules))
-    from ortlaunch.worker.data import Batches, LoadedData, stack_of
+    from ortlaunch.worker.data import Batches, LoadedData, batch_function
 
-    micro = request.micro_samples
+    micro_samples = request.micro_samples
     data = LoadedData(recipe)
     batches = Batches(
-        data.train, BatchPlan(micro, micro, 1, 1, None), recipe.seed, stack=stack_of(recipe)
+        data.train,
+        BatchPlan(micro_samples, micro_samples, 1, 1, None),
+        recipe.seed,
+        stack=batch_function(recipe),
     )
     print(sum(value.nbytes for value in batches.micro_batch(0, 0, 0).values()))

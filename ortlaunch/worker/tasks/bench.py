@@ -16,15 +16,15 @@ from ortlaunch.json_types import Json
 from ortlaunch.run_folder.folder import RunDir, json_text, read_own_json, write_json_atomically
 from ortlaunch.worker.engine.comparison import compare_with_draws
 from ortlaunch.worker.engine.differences import LEAST_LOSS, Comparison
-from ortlaunch.worker.engine.flops import measured_peak_flops, wait_for
-from ortlaunch.worker.model.matmul_precision import matmul_precision
-from ortlaunch.worker.model.own_numbers import loss_in
+from ortlaunch.worker.engine.flops import measure_peak_flops, wait_for_device
+from ortlaunch.worker.model.matmul_precision import use_matmul_precision
+from ortlaunch.worker.model.own_numbers import loss_of_engine_output
 from ortlaunch.worker.model.precision import dtype_of
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.session import Session
 from ortlaunch.worker.supervision.progress import print_wrapped
 from ortlaunch.worker.tasks.train import TrainState, train_step
-from ortlaunch.worker.training.parity_steps import is_plain
+from ortlaunch.worker.training.parity_steps import is_plain_pytorch
 from ortlaunch.worker.training.profile import StepProfiler
 from ortlaunch.worker.training.summary import plan_lines
 
@@ -34,52 +34,59 @@ _POLL_SECONDS = 0.02
 
 def run(session: Session) -> None:
     """Warm up, then execute orders until the order to leave."""
-    with session.reading_ahead():
-        _live(session)
+    with session.read_batches_ahead():
+        _execute_orders(session)
 
 
-def _live(session: Session) -> None:
+def _execute_orders(session: Session) -> None:
     folder = session.run
     group = session.group
     engine = session.engine
-    asked = read_own_json(folder.bench)
-    assert engine.memory is not None
+    bench_request = read_own_json(folder.bench)
+    assert engine.memory_use is not None
     if group.rank == 0:
-        print_wrapped(*plan_lines(engine.report()), *engine.notes)
-    life = MeasuredTraining(session)
-    life.steps(1)
-    first = {
+        print_wrapped(*plan_lines(engine.engine_report()), *engine.notes)
+    measured_training = MeasuredTraining(session)
+    measured_training.run_steps(1)
+    first_step = {
         # The control side wrote the time of the launch.
-        "since_launch": time.time() - asked["launched"],
+        "since_launch": time.time() - bench_request["launched"],
         "since_model": time.perf_counter() - session.model_built_at,
     }
-    warm_up = life.steps(asked["warm_up_steps"])
-    life.zero_learning_rate()
-    ready = {"order": "ready", "first_step": first, "step": min(warm_up)}
-    _write(folder, group, {**ready, **_facts(session)})
-    slept = time.perf_counter(), time.process_time()
-    for order in _orders(folder):
-        waited = {
-            "seconds": time.perf_counter() - slept[0],
-            "processor_seconds": time.process_time() - slept[1],
+    warm_up = measured_training.run_steps(bench_request["warm_up_steps"])
+    measured_training.set_zero_learning_rate()
+    ready = {"order": "ready", "first_step": first_step, "step": min(warm_up)}
+    _write_result(folder, group, {**ready, **_engine_facts(session)})
+    sleep_start = time.perf_counter(), time.process_time()
+    for order in _poll_orders(folder):
+        time_waited = {
+            "seconds": time.perf_counter() - sleep_start[0],
+            "processor_seconds": time.process_time() - sleep_start[1],
         }
         if order["do"] == "compare":
-            found: Json = {"parity": {**parity(life.session), **loss_from_highest(life.session)}}
+            order_result: Json = {
+                "parity": {
+                    **worst_parity_verdict(measured_training.session),
+                    **loss_change_from_highest(measured_training.session),
+                }
+            }
             # At the end, because the profiler costs time and memory.
             profiler = StepProfiler(session, 1)
-            for number in profiler.steps:
-                with profiler.step(number):
-                    life.steps(1)
+            for step in profiler.steps:
+                with profiler.measure_step(step):
+                    measured_training.run_steps(1)
         else:
-            found = life.turn(order["steps"])
+            order_result = measured_training.measure_steps(order["steps"])
         # Gathered, so that rank 0 reports an order only after all ranks have executed it.
-        memory = group.gather(engine.memory.peak())
-        _write(
-            folder, group, {"order": order["number"], "waited": waited, "memory": memory, **found}
+        memory = group.gather(engine.memory_use.peak_bytes())
+        _write_result(
+            folder,
+            group,
+            {"order": order["number"], "waited": time_waited, "memory": memory, **order_result},
         )
-        slept = time.perf_counter(), time.process_time()
+        sleep_start = time.perf_counter(), time.process_time()
     if group.rank == 0:
-        write_json_atomically(folder.engine, engine.report().to_json())
+        write_json_atomically(folder.engine, engine.engine_report().to_json())
 
 
 class MeasuredTraining:
@@ -89,97 +96,103 @@ class MeasuredTraining:
         self.session = session
         self.state = TrainState()
 
-    def steps(self, count: int) -> list[float]:
-        """Run `count` optimizer steps; return the seconds of each, with all work of the device."""
-        took = []
-        for _ in range(count):
-            begun = time.perf_counter()
+    def run_steps(self, step_count: int) -> list[float]:
+        """Run `step_count` optimizer steps; return the seconds of each, with all work of the device."""
+        step_seconds = []
+        for _ in range(step_count):
+            step_start = time.perf_counter()
             train_step(self.session, self.state)
-            wait_for(self.session.group.device)
-            took.append(time.perf_counter() - begun)
+            wait_for_device(self.session.group.device)
+            step_seconds.append(time.perf_counter() - step_start)
             # A bench may be longer than the training, whose schedule ends: start again then.
             self.state.step = (self.state.step + 1) % self.session.recipe.train.steps
-        return took
+        return step_seconds
 
-    def zero_learning_rate(self) -> None:
+    def set_zero_learning_rate(self) -> None:
         """Use a learning rate of 0 from now on, with the same work per step."""
         # The weights must stay near their start in a bench of any length. A model that has learned
         # its few batches by heart has gradients of rounding errors, which differ between engines.
-        still = self.session.recipe.optimizer.model_copy(update={"learning_rate": 0.0})
+        zero_rate_optimizer = self.session.recipe.optimizer.model_copy(
+            update={"learning_rate": 0.0}
+        )
         self.session = replace(
-            self.session, recipe=self.session.recipe.model_copy(update={"optimizer": still})
+            self.session,
+            recipe=self.session.recipe.model_copy(update={"optimizer": zero_rate_optimizer}),
         )
 
-    def turn(self, count: int) -> Json:
-        """Measure `count` steps; return start, end, seconds, and tokens and padding of all ranks."""
+    def measure_steps(self, step_count: int) -> Json:
+        """Measure `step_count` steps; return start, end, seconds, and tokens and padding of all ranks."""
         # One step without measurement, which fills the caches again.
-        self.steps(1)
+        self.run_steps(1)
         self.session.group.barrier()
-        begun = time.time()
-        before = self.session.batches.tokens
-        took = self.steps(count)
-        ended = time.time()
-        mine = self.session.batches.tokens.since(before)
-        tokens = [int(sum(each)) for each in zip(*self.session.group.gather_numbers([*mine]))]
-        return {"begun": begun, "ended": ended, "seconds": took, "tokens": tokens}
+        start_time = time.time()
+        tokens_before = self.session.batches.tokens
+        step_seconds = self.run_steps(step_count)
+        end_time = time.time()
+        rank_tokens = self.session.batches.tokens.since(tokens_before)
+        tokens = [
+            int(sum(rank_counts))
+            for rank_counts in zip(*self.session.group.gather_numbers([*rank_tokens]))
+        ]
+        return {"begun": start_time, "ended": end_time, "seconds": step_seconds, "tokens": tokens}
 
 
-def _orders(run: RunDir) -> Iterator[Json]:
+def _poll_orders(run: RunDir) -> Iterator[Json]:
     """Yield each order once, until the order to leave."""
     # Every rank polls the file itself. Waiting in a collective would run into its timeout, and
     # would keep a GPU busy.
-    last = 0
+    last_number = 0
     while True:
         order = read_own_json(run.order) if run.order.exists() else {"number": 0}
-        if order["number"] <= last:
+        if order["number"] <= last_number:
             time.sleep(_POLL_SECONDS)
             continue
         if order["do"] == "leave":
             return
-        last = order["number"]
+        last_number = order["number"]
         yield order
 
 
-def _write(run: RunDir, group: DistributedContext, record: Json) -> None:
+def _write_result(run: RunDir, group: DistributedContext, record: Json) -> None:
     if group.rank == 0:
         with run.results.open("a", encoding="utf-8") as file:
             file.write(json_text(record) + "\n")
 
 
-def _facts(session: Session) -> Json:
+def _engine_facts(session: Session) -> Json:
     group = session.group
     engine = session.engine
     dtype = dtype_of(session.recipe.precision)
     peak = None
     # The rate of a CPU changes with every other process, so that it is not measured.
     if group.device.type == "cuda":
-        peak = measured_peak_flops(group.device, dtype) if engine.flops_per_token else None
+        peak = measure_peak_flops(group.device, dtype) if engine.flops_per_token else None
         # The matrices of the measurement are large, and do not belong to the variant.
         torch.cuda.reset_peak_memory_stats(group.device)
     return {
-        "engine": engine.report().to_json(),
+        "engine": engine.engine_report().to_json(),
         "flops_per_token": engine.flops_per_token,
         "peak_flops": peak,
     }
 
 
-def parity(session: Session) -> Json:
+def worst_parity_verdict(session: Session) -> Json:
     """Compare loss and gradients with plain PyTorch; return the worst verdict (collective)."""
-    if is_plain(session.engine):
+    if is_plain_pytorch(session.engine):
         return {"verdict": "reference"}
     try:
-        mine = _as_json(
-            _compared(session),
+        rank_verdict = _parity_verdict_json(
+            _compare_with_pytorch(session),
             session.recipe.engine.parity_tolerance or session.recipe.format.tolerance,
         )
     # An engine may raise any exception: this is a verdict, too.
     except Exception as error:
-        mine = {"verdict": "not compared", "why": f"{type(error).__name__}: {error}"}
-    verdicts = session.group.gather(mine)
-    return max(verdicts, key=_badness)
+        rank_verdict = {"verdict": "not compared", "why": f"{type(error).__name__}: {error}"}
+    verdicts = session.group.gather(rank_verdict)
+    return max(verdicts, key=_verdict_badness)
 
 
-def loss_from_highest(session: Session) -> dict[str, float]:
+def loss_change_from_highest(session: Session) -> dict[str, float]:
     """Return the relative change of a loss by matmul_precision, without dropout (collective).
 
     It is the largest of all ranks. At precision highest the result is empty.
@@ -189,52 +202,62 @@ def loss_from_highest(session: Session) -> dict[str, float]:
         return {}
     batch = engine.to_device(session.batches.micro_batch(0, 0, session.group.rank))
     module = engine.eval_module.eval()
-    with engine.uncounted(compiled=True), torch.no_grad():
-        ours = float(loss_in(module(**batch)))
-        with matmul_precision("highest"):
-            exact = float(loss_in((engine.plain if engine.own_precision else module)(**batch)))
+    with engine.exclude_from_counts(with_compilations=True), torch.no_grad():
+        loss = float(loss_of_engine_output(module(**batch)))
+        with use_matmul_precision("highest"):
+            exact_loss = float(
+                loss_of_engine_output(
+                    (engine.plain if engine.keeps_build_precision else module)(**batch)
+                )
+            )
     module.train()
-    mine = abs(ours - exact) / max(abs(exact), LEAST_LOSS)
-    return {"loss_from_highest": max(session.group.gather(mine))}
+    relative_change = abs(loss - exact_loss) / max(abs(exact_loss), LEAST_LOSS)
+    return {"loss_from_highest": max(session.group.gather(relative_change))}
 
 
-def _badness(verdict: Json) -> float:
+def _verdict_badness(verdict: Json) -> float:
     # A verdict without a figure is the worst: not compared, or not finite.
     largest = verdict.get("largest")
     return math.inf if largest is None else float(largest)
 
 
-def _compared(session: Session) -> Comparison:
+def _compare_with_pytorch(session: Session) -> Comparison:
     engine = session.engine
     batch = engine.to_device(session.batches.micro_batch(0, 0, session.group.rank))
-    with engine.uncounted(compiled=True):
-        module = engine.to_compare()
+    with engine.exclude_from_counts(with_compilations=True):
+        module = engine.module_to_compare()
         autocast = session.plan.deepspeed is None
         return compare_with_draws(
             engine.plain,
             module,
             batch,
-            engine.another if engine.record.engine.used == "ort" else None,
+            engine.wrap_another_model if engine.record.engine.used == "ort" else None,
             precision=session.recipe.precision,
-            autocast=autocast,
+            uses_autocast=autocast,
             tolerance=session.recipe.engine.parity_tolerance,
         )
 
 
-def _as_json(found: Comparison, tolerance: float) -> Json:
-    told = {
-        "verdict": "passes" if found.largest <= tolerance else "differs",
+def _parity_verdict_json(comparison: Comparison, tolerance: float) -> Json:
+    verdict = {
+        "verdict": "passes" if comparison.largest_difference <= tolerance else "differs",
         # null if a value is not finite, because JSON has no name for such values.
-        "largest": found.largest if math.isfinite(found.largest) else None,
-        "loss": found.loss_difference if math.isfinite(found.loss_difference) else None,
-        "gradient": found.gradient_difference if math.isfinite(found.gradient_difference) else None,
-        "parameter": found.gradients[0].name.removeprefix("model.") if found.gradients else None,
+        "largest": comparison.largest_difference
+        if math.isfinite(comparison.largest_difference)
+        else None,
+        "loss": comparison.loss_difference if math.isfinite(comparison.loss_difference) else None,
+        "gradient": comparison.gradient_difference
+        if math.isfinite(comparison.gradient_difference)
+        else None,
+        "parameter": comparison.gradients[0].name.removeprefix("model.")
+        if comparison.gradients
+        else None,
         "tolerance": tolerance,
     }
-    if found.largest > tolerance:
-        told["why"] = (
-            f"loss {found.loss:.6g} against {found.reference_loss:.6g}, largest difference of a "
-            f"gradient {found.gradient_difference:.1e} at {told['parameter']}; "
+    if comparison.largest_difference > tolerance:
+        verdict["why"] = (
+            f"loss {comparison.loss:.6g} against {comparison.reference_loss:.6g}, largest difference of a "
+            f"gradient {comparison.gradient_difference:.1e} at {verdict['parameter']}; "
             f"{tolerance:g} is allowed"
         )
-    return told
+    return verdict

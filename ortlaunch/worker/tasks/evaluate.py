@@ -5,7 +5,7 @@ from __future__ import annotations
 from ortlaunch.run_folder.folder import write_json_atomically
 from ortlaunch.worker import checkpoint
 from ortlaunch.worker.evaluation.evaluation import evaluate
-from ortlaunch.worker.evaluation.record import record_of, table
+from ortlaunch.worker.evaluation.record import build_evaluation_record, evaluation_lines
 from ortlaunch.worker.session import Session
 from ortlaunch.worker.supervision.progress import print_wrapped
 from ortlaunch.worker.training.summary import plan_lines
@@ -13,19 +13,26 @@ from ortlaunch.worker.training.summary import plan_lines
 
 def run(session: Session) -> None:
     """Evaluate the checkpoint, write evaluation.json and print it."""
-    found = session.checkpoint
+    start_checkpoint = session.checkpoint
     samples = session.data.evaluation
     group = session.group
-    assert found is not None, "the control side gives a checkpoint"
+    assert start_checkpoint is not None, "the control side gives a checkpoint"
     assert samples is not None, "the control side has looked for data.evaluation"
     if group.rank == 0:
-        print_wrapped(*plan_lines(session.engine.report()), *session.engine.notes)
-    checkpoint.load(found.folder, session.engine.stepper.named_state(), group)
-    with session.progress.during("evaluating"):
+        print_wrapped(*plan_lines(session.engine.engine_report()), *session.engine.notes)
+    checkpoint.load_checkpoint(start_checkpoint.folder, session.engine.stepper.named_state(), group)
+    with session.progress.show_during("evaluating"):
         found_metrics = evaluate(session, samples)
         assert found_metrics is not None, "nobody was asked to stop"
     if group.rank == 0:
-        measured = record_of(found.step, len(samples), found_metrics)
-        write_json_atomically(session.run.evaluation, measured.to_json())
-        write_json_atomically(session.run.engine, session.engine.report().to_json())
-        print(*table(measured), f"written to {session.run.evaluation}", sep="\n", flush=True)
+        evaluation_record = build_evaluation_record(
+            start_checkpoint.step, len(samples), found_metrics
+        )
+        write_json_atomically(session.run.evaluation, evaluation_record.to_json())
+        write_json_atomically(session.run.engine, session.engine.engine_report().to_json())
+        print(
+            *evaluation_lines(evaluation_record),
+            f"written to {session.run.evaluation}",
+            sep="\n",
+            flush=True,
+        )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from ortlaunch.errors import ParityError
 from ortlaunch.worker.session import Session
 from ortlaunch.worker.tasks.train import TrainState, train_step
-from ortlaunch.worker.training.parity_steps import ParitySteps, is_plain
-from ortlaunch.worker.training.summary import announce, print_outcome
+from ortlaunch.worker.training.parity_steps import ParitySteps, is_plain_pytorch
+from ortlaunch.worker.training.summary import print_outcome, print_plan_and_data
 
 
 def run(session: Session) -> None:
@@ -15,18 +15,18 @@ def run(session: Session) -> None:
     Raises:
         ParityError: the engine differs from plain PyTorch, or plain PyTorch itself runs.
     """
-    announce(session)
+    print_plan_and_data(session)
     # After an allowed fallback.
-    if is_plain(session.engine):
+    if is_plain_pytorch(session.engine):
         raise ParityError(
             "nothing to compare: ONNX Runtime cannot run this model, so plain PyTorch runs"
         )
-    compared = ParitySteps(session, first_step=0, with_table=True)
+    parity_steps = ParitySteps(session, first_step=0, with_table=True)
     state = TrainState()
-    while state.step < compared.end:
-        compared.check(state.step)
+    while state.step < parity_steps.end_step:
+        parity_steps.compare_step(state.step)
         # The update of the last step would not be compared.
-        if state.step + 1 < compared.end:
+        if state.step + 1 < parity_steps.end_step:
             train_step(session, state)
         state.step += 1
     print_outcome(session)

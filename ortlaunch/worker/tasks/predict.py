@@ -42,12 +42,12 @@ def run(request: PredictionRequest) -> None:
 
     group = DistributedContext(Rank(0, 1, 0, 1), torch.device(plan.device))
     engine = recipe.engine.model_copy(update={"name": "eager"})
-    plain = recipe.model_copy(update={"engine": engine, "zero": None})
+    eager_recipe = recipe.model_copy(update={"engine": engine, "zero": None})
     with tempfile.TemporaryDirectory() as folder:
         session = build_session(
-            plain, replace(plan, deepspeed=None), RunDir(folder), group, Progress(rank=1)
+            eager_recipe, replace(plan, deepspeed=None), RunDir(folder), group, Progress(rank=1)
         )
-    batch = session.engine.loss_weight.prepared(session.batches.micro_batch(0, 0, 0))
+    batch = session.engine.loss_weight.prepare_batch(session.batches.micro_batch(0, 0, 0))
     try:
         write_prediction(recipe, plan, session.model, batch)
     # The user's own model may do anything.

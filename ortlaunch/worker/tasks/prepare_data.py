@@ -21,52 +21,52 @@ _LINE_SECONDS = 30.0
 
 def run(request: DataRequest) -> None:
     """Prepare a recipe's data, and print the numbers of samples."""
-    data, notes = load(parse_resolved(request.recipe))
-    from ortlaunch.worker.data.mixture import streams_of
+    data, notes = load_and_cache_data(parse_resolved(request.recipe))
+    from ortlaunch.worker.data.mixture import streamed_parts
 
     print(*notes, sep="\n", end="\n" if notes else "")
     for name, samples in data.parts.items():
         count = f"{len(samples):,} samples"
-        print(f"{name}: {'is streamed' if streams_of(samples) else count}")
+        print(f"{name}: {'is streamed' if streamed_parts(samples) else count}")
     for note in data.class_lines():
         print(note)
     print(f"ready in {cache_root()}")
 
 
-def load(recipe: Recipe) -> tuple[LoadedData, list[str]]:
+def load_and_cache_data(recipe: Recipe) -> tuple[LoadedData, list[str]]:
     """Return a recipe's data, which are then in the cache, and notes for the user."""
-    line = _Line()
-    line.show("loading libraries")
+    line = _ProgressLine()
+    line.show_progress("loading libraries")
     try:
         from ortlaunch.cache import take_cache_notes
         from ortlaunch.file_errors import explain_errors_of_own_files
         from ortlaunch.worker.data import LoadedData
 
         with explain_errors_of_own_files(cache_root()):
-            data = LoadedData(recipe, line.show)
-            data.read_for(TASKS["train"])
+            data = LoadedData(recipe, line.show_progress)
+            data.read_parts_for(TASKS["train"])
     finally:
-        line.end()
+        line.clear_line()
     return data, take_cache_notes()
 
 
-class _Line:
+class _ProgressLine:
     """The progress line, which is overwritten on a terminal."""
 
     def __init__(self) -> None:
-        self.live = sys.stderr.isatty()
+        self.is_terminal = sys.stderr.isatty()
         self.shown_at = time.monotonic()
 
-    def show(self, text: str) -> None:
+    def show_progress(self, text: str) -> None:
         """Show the progress."""
-        if self.live:
+        if self.is_terminal:
             # Return to the start of the line, and clear it.
             print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
         elif time.monotonic() - self.shown_at >= _LINE_SECONDS:
             print(text, file=sys.stderr, flush=True)
             self.shown_at = time.monotonic()
 
-    def end(self) -> None:
+    def clear_line(self) -> None:
         """Remove the line from the terminal."""
-        if self.live:
+        if self.is_terminal:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)

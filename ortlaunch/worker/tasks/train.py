@@ -19,35 +19,35 @@ from ortlaunch.worker import checkpoint
 from ortlaunch.worker.checkpoint.tensor_file import require_storable
 from ortlaunch.worker.data import Batches
 from ortlaunch.worker.data.own import seed_generators
-from ortlaunch.worker.engine.schedule import factor
-from ortlaunch.worker.engine.stepping import Stepped
-from ortlaunch.worker.evaluation.evaluation import evaluate, evaluation_names
+from ortlaunch.worker.engine.schedule import learning_rate_factor
+from ortlaunch.worker.engine.stepping import StepOutcome
+from ortlaunch.worker.evaluation.evaluation import evaluate, prefixed_metrics
 from ortlaunch.worker.model.named_state import require_same_parameters
-from ortlaunch.worker.process_group.agreement import Agreement, agreement
+from ortlaunch.worker.process_group.agreement import RankAgreement, open_agreement
 from ortlaunch.worker.session import Session
-from ortlaunch.worker.supervision.gpus import forward_timer
+from ortlaunch.worker.supervision.gpus import create_forward_timer
 from ortlaunch.worker.supervision.pulse import STEPPING
 from ortlaunch.worker.supervision.requests import RankRequest
 from ortlaunch.worker.training import best
 from ortlaunch.worker.training.bad_steps import BadSteps, RollBack
 from ortlaunch.worker.training.checkpoint_exports import CheckpointExports
-from ortlaunch.worker.training.finish import export_unsaved, finish
+from ortlaunch.worker.training.finish import export_and_raise_save_error, write_results
 from ortlaunch.worker.training.finite import (
-    bad_losses,
-    bad_step,
-    nan_buffers,
-    require_buffers,
+    gather_bad_losses,
+    nan_buffer_names,
+    non_finite_error,
+    require_buffers_without_nan,
     require_finite_loss,
     require_finite_weights,
 )
-from ortlaunch.worker.training.hooks import Hook
-from ortlaunch.worker.training.meter import Meter, sum_of
-from ortlaunch.worker.training.metrics import Metrics, records
-from ortlaunch.worker.training.parity_steps import parity_steps
+from ortlaunch.worker.training.hooks import TrainingHook
+from ortlaunch.worker.training.meter import TrainingMeter, sum_losses
+from ortlaunch.worker.training.metrics import MetricsWriter, readable_metrics_lines
+from ortlaunch.worker.training.parity_steps import create_parity_steps
 from ortlaunch.worker.training.profile import StepProfiler
 from ortlaunch.worker.training.rebuilding import report_rebuilding
-from ortlaunch.worker.training.stopping import saved_for, stop
-from ortlaunch.worker.training.summary import announce
+from ortlaunch.worker.training.stopping import answer_save_request, record_stop
+from ortlaunch.worker.training.summary import print_plan_and_data
 
 
 @dataclass
@@ -63,7 +63,7 @@ class TrainState:
     """The learning rate of the last step."""
     left_out: int = 0
     """Bad steps whose update was skipped."""
-    best: best.Memory = field(default_factory=dict)
+    best: best.BestMemory = field(default_factory=dict)
     """Evaluations, for checkpoint.keep_best and train.stop_after."""
     streams: Sequence[Sequence[int]] = ()
     """The positions of the streamed sources after these samples."""
@@ -74,247 +74,288 @@ class TrainState:
     def end_step(self, batches: Batches) -> None:
         """Count a step, whose samples no rank needs any more."""
         self.step += 1
-        self.samples = batches.places_passed(self.step)
-        self.streams = batches.passed(self.samples)
+        self.samples = batches.positions_passed(self.step)
+        self.streams = batches.release_before(self.samples)
 
 
 def run(session: Session) -> int:
     """Train and finish the run; after a stop, return the exit status of the stop."""
-    announce(session)
+    print_plan_and_data(session)
     with contextlib.closing(CheckpointExports(session)) as exports:
-        with agreement(session.group) as agreed:
+        with open_agreement(session.group) as rank_agreement:
             try:
-                state = train(session, agreed, exports)
+                state = train(session, rank_agreement, exports)
             except LastSaveError as error:
-                export_unsaved(session, error)
-        if agreed.stopped.stops:
-            return agreed.stopped.exit_status
-        exports.wait()
-    finish(session, state.step, state.best)
+                export_and_raise_save_error(session, error)
+        if rank_agreement.agreed_stop.stops:
+            return rank_agreement.agreed_stop.exit_status
+        exports.wait_for_exports()
+    write_results(session, state.step, state.best)
     return 0
 
 
-def train(session: Session, agreed: Agreement, exports: CheckpointExports) -> TrainState:
+def train(
+    session: Session, rank_agreement: RankAgreement, exports: CheckpointExports
+) -> TrainState:
     """Train from the session's checkpoint to `train.max_steps`, or until the ranks agree to stop.
 
     After a stop all is saved, and `agreed.stopped` has the request.
     """
-    best.require_metrics(session)
+    best.require_evaluated_metrics(session)
     bad_steps = BadSteps(session)
-    hook = Hook(session, agreed)
+    hook = TrainingHook(session, rank_agreement)
     # Each RollBack resumes from the newest checkpoint.
     while True:
         with contextlib.suppress(RollBack), contextlib.ExitStack() as ending:
-            return _train(session, agreed, bad_steps, hook, exports, ending)
+            return _train_until_end(session, rank_agreement, bad_steps, hook, exports, ending)
 
 
-def _train(
+def _train_until_end(
     session: Session,
-    agreed: Agreement,
+    rank_agreement: RankAgreement,
     bad_steps: BadSteps,
-    hook: Hook,
+    hook: TrainingHook,
     exports: CheckpointExports,
-    ending: contextlib.ExitStack,
+    exit_stack: contextlib.ExitStack,
 ) -> TrainState:
     recipe = session.recipe
     group = session.group
     engine = session.engine
-    state = _resume(session)
-    saving = _saving(session, state, hook, exports)
-    if best.stops_early(recipe, state.step, state.best):
+    state = _load_start_state(session)
+    saving = _create_saver(session, state, hook, exports)
+    if best.early_stop_message(recipe, state.step, state.best):
         saving.last_step = state.step
     if state.step >= saving.last_step:
-        nothing_to_train(session, state, hook)
-        saving.best = best.kept_step(state.best)
-        saving.finish()
+        evaluate_without_training(session, state, hook)
+        saving.best_step = best.best_checkpoint_step(state.best)
+        saving.finish_and_remove_old()
         return state
-    metrics = _open(session, state.step, ending)
-    meter = Meter(session)
-    parity = parity_steps(session, state.step)
+    metrics = _open_batches_and_metrics(session, state.step, exit_stack)
+    meter = TrainingMeter(session)
+    compared_steps = create_parity_steps(session, state.step)
     profiler = StepProfiler(session, state.step + 1)
-    bad_steps.begin(saving, state)
+    bad_steps.prepare_for_rollback(saving, state)
     progress = session.progress
-    progress.watch(engine.stepper.module, forward_timer(group.device)) if group.size > 1 else None
+    progress.mark_forward_passes(
+        engine.stepper.module, create_forward_timer(group.device)
+    ) if group.size > 1 else None
     report_rebuilding(engine.record.engine.used, progress.pulse)
-    progress.begin(state.step, recipe.train.steps)
+    progress.begin_steps(state.step, recipe.train.steps)
     if recipe.engine.name == "inductor":
-        progress.doing("compiling in the first step")
-    engine.plain.hook("on_train_start", engine.stepper.numbers)
+        progress.show_activity("compiling in the first step")
+    engine.plain.hook("on_train_start", engine.stepper.returned_values)
     if state.owes_evaluation:
-        with meter.paused():
-            asked = _evaluate(session, state, saving, agreed, hook, metrics)
+        with meter.pause_clock():
+            rank_request = _evaluate_step(session, state, saving, rank_agreement, hook, metrics)
         # This step's checkpoint exists already.
-        saving.best = best.kept_step(state.best)
-        agreed.stopped = stop(session, asked, state.step)
-    while state.step < saving.last_step and not agreed.stopped.stops:
-        if parity is not None:
-            with meter.paused():
-                parity.check(state.step)
-        saving.request_when_due(agreed)
-        exports.advance()
-        loss, stepped, rate = _step(session, state, agreed, bad_steps, profiler)
+        saving.best_step = best.best_checkpoint_step(state.best)
+        rank_agreement.agreed_stop = record_stop(session, rank_request, state.step)
+    while state.step < saving.last_step and not rank_agreement.agreed_stop.stops:
+        if compared_steps is not None:
+            with meter.pause_clock():
+                compared_steps.compare_step(state.step)
+        saving.request_save_when_due(rank_agreement)
+        exports.end_and_start_exports()
+        loss, stepped, learning_rate = _train_or_skip_step(
+            session, state, rank_agreement, bad_steps, profiler
+        )
         state.end_step(session.batches)
-        meter.took(loss)
-        engine.plain.end_step(state.step, state.samples, engine.stepper.numbers)
-        progress.step()
-        last = state.step == recipe.train.steps
-        asked = agreed.end()
+        meter.count_step(loss)
+        engine.plain.end_step(state.step, state.samples, engine.stepper.returned_values)
+        progress.count_step()
+        is_last_step = state.step == recipe.train.steps
+        rank_request = rank_agreement.finish_agreement()
 
-        if state.step % recipe.log.every_steps == 0 or last or asked.stops:
-            _log(session, state, meter, (stepped, rate), hook, metrics)
+        if state.step % recipe.log.every_steps == 0 or is_last_step or rank_request.stops:
+            _log_step(session, state, meter, (stepped, learning_rate), hook, metrics)
 
         state.owes_evaluation = session.data.evaluation is not None and (
-            last
-            or _due(state.step, recipe.train.evaluate_every_steps)
-            or session.batches.completes(state.step, recipe.train.evaluate_every_epochs)
+            is_last_step
+            or _is_step_due(state.step, recipe.train.evaluate_every_steps)
+            or session.batches.completes_interval(state.step, recipe.train.evaluate_every_epochs)
         )
-        if state.owes_evaluation and not asked.stops:
-            with meter.paused():
-                asked = max(asked, _evaluate(session, state, saving, agreed, hook, metrics))
+        if state.owes_evaluation and not rank_request.stops:
+            with meter.pause_clock():
+                rank_request = max(
+                    rank_request,
+                    _evaluate_step(session, state, saving, rank_agreement, hook, metrics),
+                )
 
-        if asked or saving.is_due(state.step) or best.kept_step(state.best) == state.step:
-            with meter.paused(), progress.during("saving a checkpoint"):
-                asked = _save(session, state, saving, agreed, asked)
-        agreed.stopped = stop(session, asked, state.step)
-    engine.plain.hook("on_train_end", engine.stepper.numbers)
-    agreed.stopped = _saves_through(session, saving, agreed, state.step)
-    profiler.finish()
+        if (
+            rank_request
+            or saving.is_due(state.step)
+            or best.best_checkpoint_step(state.best) == state.step
+        ):
+            with meter.pause_clock(), progress.show_during("saving a checkpoint"):
+                rank_request = _save_step(session, state, saving, rank_agreement, rank_request)
+        rank_agreement.agreed_stop = record_stop(session, rank_request, state.step)
+    engine.plain.hook("on_train_end", engine.stepper.returned_values)
+    rank_agreement.agreed_stop = _finish_saves(session, saving, rank_agreement, state.step)
+    profiler.write_profile_once()
     if metrics:
-        write_json_atomically(session.run.engine, engine.report().to_json())
+        write_json_atomically(session.run.engine, engine.engine_report().to_json())
     return state
 
 
-def _saving(
-    session: Session, state: TrainState, hook: Hook, exports: CheckpointExports
-) -> checkpoint.Saving:
+def _create_saver(
+    session: Session, state: TrainState, hook: TrainingHook, exports: CheckpointExports
+) -> checkpoint.CheckpointSaver:
     """Return the checkpoints of a training that begins at `state`."""
-    every = session.recipe.checkpoint.every_epochs
+    epochs_between_saves = session.recipe.checkpoint.every_epochs
 
-    def completed(step: int) -> None:
+    def notify_completed(step: int) -> None:
         hook.on_checkpoint(step)
-        exports.add(step)
+        exports.request_exports(step)
 
-    saving = checkpoint.Saving(
+    saving = checkpoint.CheckpointSaver(
         session.run,
         session.recipe,
         session.group,
         session.engine.stepper,
         session.identity,
     )
-    saving.best = best.kept_step(state.best)
-    saving.nan_buffers = {*nan_buffers(session.model)}
-    saving.completes_pass = lambda step: session.batches.completes(step, every)
-    saving.completed = completed
+    saving.best_step = best.best_checkpoint_step(state.best)
+    saving.nan_buffers = {*nan_buffer_names(session.model)}
+    saving.completes_pass = lambda step: session.batches.completes_interval(
+        step, epochs_between_saves
+    )
+    saving.on_completed = notify_completed
     model = session.engine.plain.model
-    named = session.engine.stepper.named_state()
-    require_storable([*((part.name, part.master) for part in named.parts), *named.buffers.items()])
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    saving.begins = lambda: require_same_parameters(model, trained)
-    saving.in_use = exports.in_use
-    exports.released = saving.prune
+    named_state = session.engine.stepper.named_state()
+    require_storable(
+        [*((part.name, part.master) for part in named_state.parts), *named_state.buffers.items()]
+    )
+    trained_parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    saving.before_save = lambda: require_same_parameters(model, trained_parameters)
+    saving.steps_in_use = exports.steps_in_use
+    exports.on_export_ended = saving.remove_old_checkpoints
     return saving
 
 
-def _log(
+def _log_step(
     session: Session,
     state: TrainState,
-    meter: Meter,
-    took: tuple[Any, float],
-    hook: Hook,
-    metrics: Metrics | None,
+    meter: TrainingMeter,
+    outcome_and_rate: tuple[Any, float],
+    hook: TrainingHook,
+    metrics: MetricsWriter | None,
 ) -> None:
     """Write a line of metrics.jsonl (collective)."""
-    losses, read, (stepped, rate) = meter.losses, meter.read(), took
+    losses, step_values, (outcome, learning_rate) = (
+        meter.losses,
+        meter.read_and_restart(),
+        outcome_and_rate,
+    )
     require_finite_loss(
-        read["loss"], session.group, session.batches, state.step - len(losses), losses
+        step_values["loss"], session.group, session.batches, state.step - len(losses), losses
     )
     values = {
-        **read,
-        "learning_rate": rate,
-        "gradient_norm": stepped.gradient_norm,
+        **step_values,
+        "learning_rate": learning_rate,
+        "gradient_norm": outcome.gradient_norm,
         "samples": state.samples,
-        "epoch": session.batches.epoch(state.samples),
+        "epoch": session.batches.passes_over_data(state.samples),
         "skipped_steps": state.skipped,
         "left_out_steps": state.left_out,
     }
     session.progress.show_loss(values["loss"])
     if metrics:
-        metrics.write(state.step, values)
+        metrics.write_step(state.step, values)
         hook.on_step(state.step, values)
-        write_json_atomically(session.run.engine, session.engine.report().to_json())
+        write_json_atomically(session.run.engine, session.engine.engine_report().to_json())
 
 
-def _evaluate(
+def _evaluate_step(
     session: Session,
     state: TrainState,
-    saving: checkpoint.Saving,
-    agreed: Agreement,
-    hook: Hook,
-    metrics: Metrics | None,
+    saving: checkpoint.CheckpointSaver,
+    rank_agreement: RankAgreement,
+    hook: TrainingHook,
+    metrics: MetricsWriter | None,
 ) -> RankRequest:
     """Run the evaluation of a step, until its end or a stop; return the agreed request after it."""
     assert session.data.evaluation is not None
-    with session.progress.during("evaluating"):
-        evaluated = evaluate(session, session.data.evaluation, agreed)
-        if evaluated is not None:
+    with session.progress.show_during("evaluating"):
+        evaluation_metrics = evaluate(session, session.data.evaluation, rank_agreement)
+        if evaluation_metrics is not None:
             state.owes_evaluation = False
-            _take_up(session, state, saving, evaluated)
+            _record_best_evaluation(session, state, saving, evaluation_metrics)
             if metrics:
-                metrics.write(state.step, evaluation_names(evaluated))
-                hook.on_evaluation(state.step, evaluated)
+                metrics.write_step(state.step, prefixed_metrics(evaluation_metrics))
+                hook.on_evaluation(state.step, evaluation_metrics)
         # A request may have come during the evaluation.
-        return agreed.now()
+        return rank_agreement.agree_now()
 
 
-def _take_up(
-    session: Session, state: TrainState, saving: checkpoint.Saving, evaluated: dict[str, float]
+def _record_best_evaluation(
+    session: Session,
+    state: TrainState,
+    saving: checkpoint.CheckpointSaver,
+    evaluation_metrics: dict[str, float],
 ) -> None:
     """Record the best evaluation, and end the training if no better one is expected."""
-    notes = best.without(session.recipe, evaluated) + best.not_finite(session.recipe, evaluated)
-    session.group.print_once(*(f"{each}: this one is not the best" for each in notes))
-    best.record(session.recipe, state.best, state.step, evaluated)
-    if best.stops_early(session.recipe, state.step, state.best):
+    notes = best.missing_metric_messages(
+        session.recipe, evaluation_metrics
+    ) + best.non_finite_messages(session.recipe, evaluation_metrics)
+    session.group.print_once(*(f"{note}: this one is not the best" for note in notes))
+    best.update_best_memory(session.recipe, state.best, state.step, evaluation_metrics)
+    if best.early_stop_message(session.recipe, state.step, state.best):
         saving.last_step = state.step
 
 
-def _save(
+def _save_step(
     session: Session,
     state: TrainState,
-    saving: checkpoint.Saving,
-    agreed: Agreement,
-    asked: RankRequest,
+    saving: checkpoint.CheckpointSaver,
+    rank_agreement: RankAgreement,
+    rank_request: RankRequest,
 ) -> RankRequest:
     """Save a checkpoint; return the agreed request after it."""
-    with saved_for(session, saving, asked):
-        require_finite_weights(state.step, session.engine.stepper.weights())
-        require_buffers(state.step, session.model, saving.nan_buffers)
-        saving.save(state.step, asdict(state), asked)
+    with answer_save_request(session, saving, rank_request):
+        require_finite_weights(state.step, session.engine.stepper.trained_weights())
+        require_buffers_without_nan(state.step, session.model, saving.nan_buffers)
+        saving.save_or_start_saving(state.step, asdict(state), rank_request)
     # A save in the background fulfils no request.
-    asked = max(asked, agreed.saved() if saving.answers(asked) else agreed.now())
+    rank_request = max(
+        rank_request,
+        rank_agreement.clear_save_and_agree()
+        if saving.is_request_answered(rank_request)
+        else rank_agreement.agree_now(),
+    )
     # A stop may have been requested during the save, which may still be written in the background.
-    if asked.stops:
-        with saved_for(session, saving, asked):
-            saving.wait()
-    return asked
+    if rank_request.stops:
+        with answer_save_request(session, saving, rank_request):
+            saving.wait_for_save()
+    return rank_request
 
 
-def _saves_through(
-    session: Session, saving: checkpoint.Saving, agreed: Agreement, step: int
+def _finish_saves(
+    session: Session, saving: checkpoint.CheckpointSaver, rank_agreement: RankAgreement, step: int
 ) -> RankRequest:
     """Wait for the last checkpoint; return the agreed stop, which may have come meanwhile."""
-    with session.progress.during("saving a checkpoint"):
-        saving.finish()
-    return agreed.stopped if agreed.stopped.stops else stop(session, agreed.now(), step)
+    with session.progress.show_during("saving a checkpoint"):
+        saving.finish_and_remove_old()
+    return (
+        rank_agreement.agreed_stop
+        if rank_agreement.agreed_stop.stops
+        else record_stop(session, rank_agreement.agree_now(), step)
+    )
 
 
-def _open(session: Session, step: int, ending: contextlib.ExitStack) -> Metrics | None:
-    """Read batches ahead from this step on; return rank 0's metrics. `ending` closes both."""
-    ending.callback(session.batches.close)
-    ending.enter_context(session.reading_ahead())
+def _open_batches_and_metrics(
+    session: Session, first_step: int, exit_stack: contextlib.ExitStack
+) -> MetricsWriter | None:
+    """Read batches ahead from this step on; return rank 0's metrics. `exit_stack` closes both."""
+    exit_stack.callback(session.batches.close_streams)
+    exit_stack.enter_context(session.read_batches_ahead())
     if session.group.rank > 0:
         return None
-    metrics = Metrics(session.recipe, session.run, step)
-    ending.push(lambda kind, *_: metrics.close(failed=kind not in (None, RollBack)))
+    metrics = MetricsWriter(session.recipe, session.run, first_step)
+    exit_stack.push(
+        lambda error_type, *_: metrics.close_file_and_trackers(
+            has_failed=error_type not in (None, RollBack)
+        )
+    )
     return metrics
 
 
@@ -328,47 +369,49 @@ def step_seed(seed: int, step: int, rank: int) -> int:
     )
 
 
-def learning_rate(recipe: Recipe, step: int) -> float:
-    """Return the recipe's learning rate at `step`, counted from 0."""
-    return recipe.optimizer.learning_rate * factor(recipe.schedule, step, recipe.train.steps)
+def recipe_learning_rate(recipe: Recipe, step_index: int) -> float:
+    """Return the recipe's learning rate at `step_index`, counted from 0."""
+    return recipe.optimizer.learning_rate * learning_rate_factor(
+        recipe.schedule, step_index, recipe.train.steps
+    )
 
 
-def _rates(session: Session, step: int) -> Sequence[float]:
-    """Return the learning rates at `step`: one for all parameters, or one for each group."""
+def _learning_rates(session: Session, step_index: int) -> Sequence[float]:
+    """Return the learning rates at `step_index`: one for all parameters, or one for each group."""
     if session.engine.scheduler is None:
-        return [learning_rate(session.recipe, step)]
-    epochs = session.batches.places_passed(step) // len(session.batches.samples)
+        return [recipe_learning_rate(session.recipe, step_index)]
+    whole_epochs = session.batches.positions_passed(step_index) // len(session.batches.samples)
     return [
-        rate * session.recipe.optimizer.learning_rate
-        for rate in session.engine.scheduler.rates(step, epochs)
+        scheduled_rate * session.recipe.optimizer.learning_rate
+        for scheduled_rate in session.engine.scheduler.rates_at_step(step_index, whole_epochs)
     ]
 
 
-def _step(
+def _train_or_skip_step(
     session: Session,
     state: TrainState,
-    agreed: Agreement,
+    rank_agreement: RankAgreement,
     bad_steps: BadSteps,
     profiler: StepProfiler,
-) -> tuple[torch.Tensor | None, Stepped, float]:
+) -> tuple[torch.Tensor | None, StepOutcome, float]:
     """Run `train_step`; return None instead of the loss if the step was left out."""
     try:
-        with profiler.step(state.step + 1):
-            return train_step(session, state, agreed, bad_steps)
+        with profiler.measure_step(state.step + 1):
+            return train_step(session, state, rank_agreement, bad_steps)
     except BadStepError as error:
         # The agreement of this step has begun: end it before the collectives of the answer.
-        agreed.end()
-        bad_steps.answer(error, state)
-        agreed.begin()
-        return None, Stepped(None, skipped=True), _rates(session, state.step)[0]
+        rank_agreement.finish_agreement()
+        bad_steps.skip_or_roll_back_step(error, state)
+        rank_agreement.send_request()
+        return None, StepOutcome(None, skipped=True), _learning_rates(session, state.step)[0]
 
 
 def train_step(
     session: Session,
     state: TrainState,
-    agreed: Agreement | None = None,
+    rank_agreement: RankAgreement | None = None,
     bad_steps: BadSteps | None = None,
-) -> tuple[torch.Tensor, Stepped, float]:
+) -> tuple[torch.Tensor, StepOutcome, float]:
     """Run one optimizer step.
 
     Returns:
@@ -379,111 +422,130 @@ def train_step(
     """
     engine = session.engine
     group = session.group
-    rates = _rates(session, state.step)
-    state.learning_rate = rates[0]
+    learning_rates = _learning_rates(session, state.step)
+    state.learning_rate = learning_rates[0]
     if bad_steps is not None:
-        bad_steps.before()
+        bad_steps.copy_buffers_before_step()
     engine.plain.begin_step(
-        state.step, session.batches.places_passed(state.step), engine.stepper.numbers
+        state.step, session.batches.positions_passed(state.step), engine.stepper.returned_values
     )
-    losses = _passes(session, state.step)
+    losses = _run_passes(session, state.step)
     # Between passes and update, where the ranks have just waited for each other.
-    if agreed is not None:
-        agreed.begin()
-    session.progress.pulse.at(STEPPING)
-    if engine.memory:
-        engine.memory.record_usage(engine.stepper)
+    if rank_agreement is not None:
+        rank_agreement.send_request()
+    session.progress.pulse.begin_stage(STEPPING)
+    if engine.memory_use:
+        engine.memory_use.count_live_tensors(engine.stepper)
     if bad_steps is not None:
-        bad_steps.check(state.step, losses)
-    stepped = engine.stepper.apply(*rates)
-    if engine.memory:
-        engine.memory.record_usage(engine.stepper)
-    if stepped.skipped or stepped.failed:
-        bad = bad_losses(group, losses)
-        if stepped.failed or bad:
+        bad_steps.raise_if_step_is_bad(state.step, losses)
+    outcome = engine.stepper.clip_and_step(*learning_rates)
+    if engine.memory_use:
+        engine.memory_use.count_live_tensors(engine.stepper)
+    if outcome.skipped or outcome.failed:
+        step_bad_losses = gather_bad_losses(group, losses)
+        if outcome.failed or step_bad_losses:
             # The gradients are cleared: compute them again to name the bad ones.
-            _passes(session, state.step)
-            raise bad_step(group, session.batches, state.step, bad, engine.stepper.gradients())
-    state.skipped += int(stepped.skipped)
-    return sum_of(losses) / len(losses), stepped, rates[0]
+            _run_passes(session, state.step)
+            raise non_finite_error(
+                group,
+                session.batches,
+                state.step,
+                step_bad_losses,
+                engine.stepper.named_gradients(),
+            )
+    state.skipped += int(outcome.skipped)
+    return sum_losses(losses) / len(losses), outcome, learning_rates[0]
 
 
-def _passes(session: Session, step: int) -> list[torch.Tensor]:
+def _run_passes(session: Session, step_index: int) -> list[torch.Tensor]:
     """Run forward and backward of each micro batch of this rank; return the weighted losses."""
     engine = session.engine
     group = session.group
-    seed_generators(step_seed(session.recipe.seed, step, group.rank))
-    last = session.plan.batch.accumulation_steps - 1
-    engine.stepper.numbers.begin()
+    seed_generators(step_seed(session.recipe.seed, step_index, group.rank))
+    last_pass = session.plan.batch.accumulation_steps - 1
+    engine.stepper.returned_values.begin_step()
     return [
-        engine.stepper.micro_step(engine.to_device(batch), accumulation == last, weight)
-        for accumulation, (batch, weight) in enumerate(
-            session.progress.reading(engine.loss_weight.passes(session.batches, step, group))
+        engine.stepper.micro_step(engine.to_device(batch), pass_index == last_pass, loss_weight)
+        for pass_index, (batch, loss_weight) in enumerate(
+            session.progress.mark_reading(
+                engine.loss_weight.weighted_micro_batches(session.batches, step_index, group)
+            )
         )
     ]
 
 
-def nothing_to_train(session: Session, state: TrainState, hook: Hook) -> None:
+def evaluate_without_training(session: Session, state: TrainState, hook: TrainingHook) -> None:
     """Report that all steps are done; run the last evaluation if it is missing."""
     # The run may have been stopped before the end of its last evaluation.
     if session.group.rank == 0:
-        early = best.stops_early(session.recipe, state.step, state.best)
-        done = f"{state.step} of {session.recipe.train.steps} steps are done"
-        print(f"nothing to train: {early or done}", flush=True)
+        early_stop_text = best.early_stop_message(session.recipe, state.step, state.best)
+        done_text = f"{state.step} of {session.recipe.train.steps} steps are done"
+        print(f"nothing to train: {early_stop_text or done_text}", flush=True)
     if session.data.evaluation is None:
         return
-    mine = [r for r in records(session.run) if r["step"] == state.step and "evaluation_loss" in r]
-    if not session.group.gather_numbers([len(mine)])[0][0]:
-        with session.progress.during("evaluating"):
-            evaluated = evaluate(session, session.data.evaluation)
-        if evaluated is not None:
-            best.record(session.recipe, state.best, state.step, evaluated)
-        if session.group.rank == 0 and evaluated is not None:
-            metrics = Metrics(session.recipe, session.run, state.step)
-            metrics.write(state.step, evaluation_names(evaluated))
-            metrics.close()
-            hook.on_evaluation(state.step, evaluated)
+    evaluation_lines = [
+        r
+        for r in readable_metrics_lines(session.run)
+        if r["step"] == state.step and "evaluation_loss" in r
+    ]
+    if not session.group.gather_numbers([len(evaluation_lines)])[0][0]:
+        with session.progress.show_during("evaluating"):
+            evaluation_metrics = evaluate(session, session.data.evaluation)
+        if evaluation_metrics is not None:
+            best.update_best_memory(session.recipe, state.best, state.step, evaluation_metrics)
+        if session.group.rank == 0 and evaluation_metrics is not None:
+            metrics = MetricsWriter(session.recipe, session.run, state.step)
+            metrics.write_step(state.step, prefixed_metrics(evaluation_metrics))
+            metrics.close_file_and_trackers()
+            hook.on_evaluation(state.step, evaluation_metrics)
 
 
-def _due(step: int, every: int | None) -> bool:
-    return every is not None and step % every == 0
+def _is_step_due(step: int, every_steps: int | None) -> bool:
+    return every_steps is not None and step % every_steps == 0
 
 
-def _resume(session: Session) -> TrainState:
+def _load_start_state(session: Session) -> TrainState:
     batches = session.batches
-    own = checkpoint.newest_of_all(session.run, session.group)
+    own_newest = checkpoint.agreed_newest_checkpoint(session.run, session.group)
     # After a rollback the run folder has a newer checkpoint than the session.
-    found = checkpoint.CompleteCheckpoint(*own) if own else session.checkpoint
-    if found is None:
+    start_checkpoint = (
+        checkpoint.CompleteCheckpoint(*own_newest) if own_newest else session.checkpoint
+    )
+    if start_checkpoint is None:
         return TrainState()
-    step, folder = found
+    step, folder = start_checkpoint
     if step >= session.recipe.train.steps and folder.parent != session.run.checkpoints:
         raise InputError(
             f"{folder} has {step} of {session.recipe.train.steps} steps: nothing to train; "
             "raise train.max_steps or train.epochs"
         )
     # The samples of so many steps at the present batch size, for the note.
-    batches.go_on(0, 0)
-    usual = batches.places_passed(step)
-    loaded = checkpoint.load(folder, session.engine.stepper.named_state(), session.group)
-    state = TrainState(**{"samples": found.samples, **loaded})
-    state.best = best.remembered(session, state.best)
+    batches.begin_at(0, 0)
+    usual_samples = batches.positions_passed(step)
+    loaded_state = checkpoint.load_checkpoint(
+        folder, session.engine.stepper.named_state(), session.group
+    )
+    state = TrainState(**{"samples": start_checkpoint.samples, **loaded_state})
+    state.best = best.valid_best_memory(session, state.best)
     # A best evaluation must have its checkpoint in this folder.
     state.owes_evaluation &= folder.parent == session.run.checkpoints
-    batches.go_on(state.step, state.samples)
-    batches.seek(state.streams)
+    batches.begin_at(state.step, state.samples)
+    batches.seek_streams(state.streams)
     if session.group.rank == 0:
-        notes = *_batch_notes(state, batches.batch, usual), *_schedule_notes(session.recipe, state)
+        notes = (
+            *_batch_notes(state, batches.batch, usual_samples),
+            *_schedule_notes(session.recipe, state),
+        )
         print(f"resumed after step {step} from {folder}", *notes, sep="\n", flush=True)
     return state
 
 
-def _batch_notes(state: TrainState, batch: BatchPlan, usual: int) -> Iterator[str]:
+def _batch_notes(state: TrainState, batch: BatchPlan, usual_samples: int) -> Iterator[str]:
     """Yield a note if earlier steps had other batch sizes.
 
-    `usual` is the number of samples that equally many steps take now.
+    `usual_samples` is the number of samples that equally many steps take now.
     """
-    if state.samples != usual:
+    if state.samples != usual_samples:
         yield (
             f"a step now has {batch.global_samples:,} samples; the {state.step:,} steps so far "
             f"used {state.samples:,} samples, and the next continues after them"
@@ -493,16 +555,16 @@ def _batch_notes(state: TrainState, batch: BatchPlan, usual: int) -> Iterator[st
 def _schedule_notes(recipe: Recipe, state: TrainState) -> Iterator[str]:
     """Yield a note if a changed length or schedule makes the learning rate jump."""
     step = state.step
-    before = state.learning_rate
+    previous_rate = state.learning_rate
     if (
-        before is None
+        previous_rate is None
         # The module's own scheduler computes them.
         or recipe.optimizer.name == "configured"
         or step >= recipe.train.steps
-        or math.isclose(before, learning_rate(recipe, step - 1))
+        or math.isclose(previous_rate, recipe_learning_rate(recipe, step - 1))
     ):
         return
     yield (
-        f"learning rate: {before:.4g} at step {step}, {learning_rate(recipe, step):.4g} at step "
+        f"learning rate: {previous_rate:.4g} at step {step}, {recipe_learning_rate(recipe, step):.4g} at step "
         f"{step + 1}: optimizer.learning_rate, or the length or type of the schedule, has changed"
     )

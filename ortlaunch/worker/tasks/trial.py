@@ -11,7 +11,7 @@ from ortlaunch.run_folder.folder import write_json_atomically
 from ortlaunch.worker.engine.memory_limits import RankLimits
 from ortlaunch.worker.session import Session
 from ortlaunch.worker.tasks.train import TrainState, train_step
-from ortlaunch.worker.training.parity_steps import ParitySteps, parity_steps
+from ortlaunch.worker.training.parity_steps import ParitySteps, create_parity_steps
 
 # fp16 skips steps until its loss scale fits, and the first step that is not skipped makes the
 # optimizer state.
@@ -29,23 +29,30 @@ def run(session: Session) -> None:
     # No rank may allocate more before all ranks have read their limits.
     group.barrier()
     state = TrainState()
-    parity = parity_steps(session, first_step=0)
+    parity = create_parity_steps(session, first_step=0)
     while state.step - state.skipped < 2 and state.step < _MOST_STEPS:
-        if parity is not None and state.step < parity.end:
-            _rehearse(parity, state.step)
+        if parity is not None and state.step < parity.end_step:
+            _compare_for_memory_use(parity, state.step)
         train_step(session, state)
         state.step += 1
-    share, limit = limits.tightest()
-    used = {"share": share, "taken": limit.taken(), "free": limit.free}
-    mine = {**used, "limit": limit.name, "limit_bytes": limit.size, "rank": group.rank}
-    ranks = group.gather(mine)
+    used_share, limit = limits.tightest_limit()
+    memory_record = {"share": used_share, "taken": limit.used_bytes(), "free": limit.free}
+    rank_record = {
+        **memory_record,
+        "limit": limit.name,
+        "limit_bytes": limit.size,
+        "rank": group.rank,
+    }
+    records_by_rank = group.gather(rank_record)
     if group.rank == 0:
         # The rank with the least memory left decides.
-        write_json_atomically(session.run.trial, max(ranks, key=lambda rank: float(rank["share"])))
+        write_json_atomically(
+            session.run.trial, max(records_by_rank, key=lambda rank: float(rank["share"]))
+        )
 
 
-def _rehearse(parity: ParitySteps, step: int) -> None:
+def _compare_for_memory_use(parity: ParitySteps, step: int) -> None:
     """Run a comparison for its memory use; the training itself judges the result."""
-    record = parity.compared(step)
+    record = parity.compare_on_rank(step)
     if "error" in record and not record.get("random"):
         raise EngineError(record["error"])

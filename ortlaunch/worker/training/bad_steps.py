@@ -24,14 +24,14 @@ from ortlaunch.run_folder.folder import json_text, write_text_atomically
 from ortlaunch.run_folder.lines import append_json_line
 from ortlaunch.run_folder.records import BadStep
 from ortlaunch.worker import checkpoint
-from ortlaunch.worker.data.left_out import recorded
+from ortlaunch.worker.data.left_out import recorded_bad_steps
 from ortlaunch.worker.session import Session
-from ortlaunch.worker.training.finite import bad_losses, bad_step, some
+from ortlaunch.worker.training.finite import gather_bad_losses, non_finite_error, samples_text
 
 # The standard deviation of normal noise is 1.4826 times its median absolute deviation.
-_NORMAL = 1.4826
+_NORMAL_DEVIATION_FACTOR = 1.4826
 # Least deviation as a share of the median: losses that hardly change jump by more than their noise.
-_LEAST = 0.01
+_LEAST_DEVIATION_SHARE = 0.01
 
 
 class RollBack(Exception):
@@ -46,42 +46,49 @@ class BadSteps:
         self.train = session.recipe.train
         # Otherwise losses are read at log lines alone: reading them here would wait for the GPU.
         self.is_enabled = self.train.on_nonfinite != "stop" or self.train.on_spike is not None
-        self.spikes = Spikes(self.train.on_spike) if self.train.on_spike else None
+        self.spikes = SpikeDetector(self.train.on_spike) if self.train.on_spike else None
         self.rollbacks = 0
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._take_over(list(recorded(session.run)))
+        self._restore_left_out_samples(list(recorded_bad_steps(session.run)))
 
-    def _take_over(self, lines: list[BadStep]) -> None:
+    def _restore_left_out_samples(self, earlier_bad_steps: list[BadStep]) -> None:
         """Leave out the samples that earlier starts left out.
 
         Samples whose positions hold others in today's order (--allow data) are left out no more.
         """
         session = self.session
-        seen = session.checkpoint.samples if session.checkpoint else 0
+        samples_seen = session.checkpoint.samples if session.checkpoint else 0
         changed = False
-        for line in lines:
+        for earlier_step in earlier_bad_steps:
             # `places` is a range of positions in the sample order; those before `seen` are past.
             if (
-                line.places
-                and line.places[1] > seen
-                and not session.batches.holds(line.places, line.samples)
+                earlier_step.places
+                and earlier_step.places[1] > samples_seen
+                and not session.batches.has_samples_at(earlier_step.places, earlier_step.samples)
             ):
-                line.places = [line.places[0], seen] if line.places[0] < seen else None
+                earlier_step.places = (
+                    [earlier_step.places[0], samples_seen]
+                    if earlier_step.places[0] < samples_seen
+                    else None
+                )
                 changed = True
                 session.group.print_once(
-                    f"the samples that step {line.step} was rolled back for are no longer left "
+                    f"the samples that step {earlier_step.step} was rolled back for are no longer left "
                     "out: the order of samples has changed"
                 )
             # Skipped steps need no more: the checkpoint has their count.
-            if line.action == "rollback":
-                self._leave_out(line)
+            if earlier_step.action == "rollback":
+                self._leave_out_samples(earlier_step)
         if changed and session.group.rank == 0:
             write_text_atomically(
-                session.run.bad_steps, "".join(json_text(asdict(line)) + "\n" for line in lines)
+                session.run.bad_steps,
+                "".join(
+                    json_text(asdict(earlier_step)) + "\n" for earlier_step in earlier_bad_steps
+                ),
             )
 
-    def begin(self, saving: checkpoint.Saving, state: Any) -> None:
-        """Prepare for steps on `state` (collective).
+    def prepare_for_rollback(self, saving: checkpoint.CheckpointSaver, train_state: Any) -> None:
+        """Prepare for steps on `train_state` (collective).
 
         If a rollback may come and there is no checkpoint yet, one is saved.
         """
@@ -89,12 +96,12 @@ class BadSteps:
         session = self.session
         if (
             "rollback" in actions(self.train)
-            and checkpoint.newest_of_all(session.run, session.group) is None
+            and checkpoint.agreed_newest_checkpoint(session.run, session.group) is None
         ):
-            with session.progress.during("saving a checkpoint"):
-                saving.save(state.step, asdict(state))
+            with session.progress.show_during("saving a checkpoint"):
+                saving.save_or_start_saving(train_state.step, asdict(train_state))
 
-    def before(self) -> None:
+    def copy_buffers_before_step(self) -> None:
         """Copy the buffers before a step: a bad batch changes them even if it is skipped."""
         # Such as the running statistics of batch normalization, which a forward pass updates.
         if "skip" in actions(self.train):
@@ -102,8 +109,8 @@ class BadSteps:
                 (buffer, buffer.detach().clone()) for buffer in self.session.model.buffers()
             ]
 
-    def check(self, step: int, losses: Sequence[torch.Tensor]) -> None:
-        """Check the losses of the passes of `step` (from 0) before its update (collective).
+    def raise_if_step_is_bad(self, step_index: int, pass_losses: Sequence[torch.Tensor]) -> None:
+        """Check the losses of the passes of `step_index` (from 0) before its update (collective).
 
         Raises:
             BadStepError: the step is bad; all ranks raise the same, and the gradients still exist.
@@ -113,90 +120,107 @@ class BadSteps:
         session = self.session
         group = self.session.group
         # A non-finite loss of any rank makes the mean non-finite on all of them.
-        mean = group.mean(float(sum(losses, start=torch.zeros(()))) / len(losses))
-        if not math.isfinite(mean):
-            bad = bad_losses(group, losses)
-            raise bad_step(
-                group, session.batches, step, bad, session.engine.stepper.gradients(), again=False
+        mean_loss = group.mean_over_ranks(
+            float(sum(pass_losses, start=torch.zeros(()))) / len(pass_losses)
+        )
+        if not math.isfinite(mean_loss):
+            bad = gather_bad_losses(group, pass_losses)
+            raise non_finite_error(
+                group,
+                session.batches,
+                step_index,
+                bad,
+                session.engine.stepper.named_gradients(),
+                passes_were_repeated=False,
             )
-        if self.spikes and (why := self.spikes.spike_reason(mean)):
-            samples = session.batches.indices_of_step(step)
-            said = f"step {step + 1}: {why}; samples {some(samples)} of data.train"
-            found = BadStep(step + 1, "spike", said, samples, None)
-            raise LossSpikeError(f"{said}\n{_END}", found)
+        if self.spikes and (spike_reason := self.spikes.spike_reason(mean_loss)):
+            samples = session.batches.indices_of_step(step_index)
+            message = f"step {step_index + 1}: {spike_reason}; samples {samples_text(samples)} of data.train"
+            bad_step_record = BadStep(step_index + 1, "spike", message, samples, None)
+            raise LossSpikeError(f"{message}\n{_END_MESSAGE}", bad_step_record)
 
-    def answer(self, error: BadStepError, state: Any) -> None:
+    def skip_or_roll_back_step(self, error: BadStepError, train_state: Any) -> None:
         """Leave the step out (collective).
 
         Raises:
             BadStepError: the recipe requires an end, or the limit of such steps is reached.
             RollBack: the newest checkpoint is to be loaded.
         """
-        found: BadStep = error.bad_step
-        found.action = self._action(error)
+        bad_step_record: BadStep = error.bad_step
+        bad_step_record.action = self._configured_action(error)
         limit = ""
-        newest = None
-        if found.action == "skip" and state.left_out >= self.train.max_skips:
+        newest_checkpoint = None
+        if bad_step_record.action == "skip" and train_state.left_out >= self.train.max_skips:
             limit = f"train.max_skips ({self.train.max_skips}) steps have been skipped"
-        if found.action == "rollback" and self.rollbacks >= self.train.max_rollbacks:
+        if bad_step_record.action == "rollback" and self.rollbacks >= self.train.max_rollbacks:
             limit = f"train.max_rollbacks ({self.train.max_rollbacks}) rollbacks have been made"
-        if found.action == "rollback":
-            newest = self._newest()
-        if found.action == "rollback" and newest is None:
-            limit = f"{_field(found)} is rollback, but no checkpoint could be saved to return to"
-        if limit or found.action == "stop":
-            found.action = "stop"
-            self._record(found)
+        if bad_step_record.action == "rollback":
+            newest_checkpoint = self._wait_for_newest_checkpoint()
+        if bad_step_record.action == "rollback" and newest_checkpoint is None:
+            limit = f"{_recipe_field(bad_step_record)} is rollback, but no checkpoint could be saved to return to"
+        if limit or bad_step_record.action == "stop":
+            bad_step_record.action = "stop"
+            self._record_bad_step(bad_step_record)
             with contextlib.suppress(CheckpointError):
                 # A checkpoint that a thread is still writing must be complete before the run ends.
-                self._newest()
-            raise type(error)(f"{error}\n{limit}" if limit else str(error), found) from None
+                self._wait_for_newest_checkpoint()
+            raise type(error)(
+                f"{error}\n{limit}" if limit else str(error), bad_step_record
+            ) from None
         self.session.engine.stepper.drop_gradients()
-        self._roll_back(found, state, newest) if newest else self._skip(found, state)
+        self._start_rollback(
+            bad_step_record, train_state, newest_checkpoint
+        ) if newest_checkpoint else self._skip_step(bad_step_record, train_state)
 
-    def _action(self, error: BadStepError) -> str:
+    def _configured_action(self, error: BadStepError) -> str:
         spike = isinstance(error, LossSpikeError) and self.train.on_spike
         return spike.action if spike else self.train.on_nonfinite
 
-    def _skip(self, found: BadStep, state: Any) -> None:
+    def _skip_step(self, bad_step_record: BadStep, train_state: Any) -> None:
         # The gradients are dropped already; the forward passes also changed the buffers.
         for buffer, kept in self._buffers:
             buffer.copy_(kept)
-        state.left_out += 1
-        count = f"{state.left_out} of at most {self.train.max_skips}"
-        self._record(found, f"{_field(found)} is skip: its update is left out ({count})")
-
-    def _newest(self) -> tuple[int, Path] | None:
-        """Wait for a save in progress, then return the newest checkpoint (collective)."""
-        with self.session.progress.during("saving a checkpoint"):
-            self._saving.wait()
-            return checkpoint.newest_of_all(self.session.run, self.session.group)
-
-    def _roll_back(self, found: BadStep, state: Any, newest: tuple[int, Path]) -> None:
-        found.checkpoint = newest[0]
-        found.places = list(self.session.batches.stretch(state.step))
-        self._leave_out(found)
-        where = f"the checkpoint after step {newest[0]}"
-        count = f"{self.rollbacks} of at most {self.train.max_rollbacks}"
-        self._record(
-            found, f"{_field(found)} is rollback: back to {where}, without these samples ({count})"
+        train_state.left_out += 1
+        count = f"{train_state.left_out} of at most {self.train.max_skips}"
+        self._record_bad_step(
+            bad_step_record,
+            f"{_recipe_field(bad_step_record)} is skip: its update is left out ({count})",
         )
-        self._saving.finish()
+
+    def _wait_for_newest_checkpoint(self) -> tuple[int, Path] | None:
+        """Wait for a save in progress, then return the newest checkpoint (collective)."""
+        with self.session.progress.show_during("saving a checkpoint"):
+            self._saving.wait_for_save()
+            return checkpoint.agreed_newest_checkpoint(self.session.run, self.session.group)
+
+    def _start_rollback(
+        self, bad_step_record: BadStep, train_state: Any, newest_checkpoint: tuple[int, Path]
+    ) -> None:
+        bad_step_record.checkpoint = newest_checkpoint[0]
+        bad_step_record.places = list(self.session.batches.position_range_of_step(train_state.step))
+        self._leave_out_samples(bad_step_record)
+        where = f"the checkpoint after step {newest_checkpoint[0]}"
+        count = f"{self.rollbacks} of at most {self.train.max_rollbacks}"
+        self._record_bad_step(
+            bad_step_record,
+            f"{_recipe_field(bad_step_record)} is rollback: back to {where}, without these samples ({count})",
+        )
+        self._saving.finish_and_remove_old()
         raise RollBack
 
-    def _leave_out(self, found: BadStep) -> None:
+    def _leave_out_samples(self, bad_step_record: BadStep) -> None:
         self.rollbacks += 1
-        if found.places:
-            self.session.batches.left_out.add(*found.places)
+        if bad_step_record.places:
+            self.session.batches.left_out.skip_range(*bad_step_record.places)
 
-    def _record(self, found: BadStep, said: str = "") -> None:
+    def _record_bad_step(self, bad_step_record: BadStep, printed_note: str = "") -> None:
         if self.session.group.rank == 0:
-            append_json_line(self.session.run.bad_steps, asdict(found))
-            if said:
-                print(found.message, said, sep="\n", flush=True)
+            append_json_line(self.session.run.bad_steps, asdict(bad_step_record))
+            if printed_note:
+                print(bad_step_record.message, printed_note, sep="\n", flush=True)
 
 
-class Spikes:
+class SpikeDetector:
     """The losses of the last steps, and a check whether the next loss jumps."""
 
     def __init__(self, spike: Spike) -> None:
@@ -214,8 +238,10 @@ class Spikes:
             return f"the loss is {loss:.6g}, and was above {limit:g}{times} (train.on_spike.limit)"
         if self.spike.deviations and len(self.losses) == self.spike.window:
             median = statistics.median(self.losses)
-            deviation = _NORMAL * statistics.median(abs(each - median) for each in self.losses)
-            deviation = max(deviation, _LEAST * abs(median))
+            deviation = _NORMAL_DEVIATION_FACTOR * statistics.median(
+                abs(window_loss - median) for window_loss in self.losses
+            )
+            deviation = max(deviation, _LEAST_DEVIATION_SHARE * abs(median))
             most = median + self.spike.deviations * deviation
             # A loss far below the median is no spike.
             if loss > most:
@@ -228,9 +254,9 @@ class Spikes:
         return None
 
 
-def _field(found: BadStep) -> str:
-    return "train.on_spike" if found.kind == "spike" else "train.on_nonfinite"
+def _recipe_field(bad_step_record: BadStep) -> str:
+    return "train.on_spike" if bad_step_record.kind == "spike" else "train.on_nonfinite"
 
 
 # diagnose/ prints the advice.
-_END = "The run ends here, before this step changed the weights."
+_END_MESSAGE = "The run ends here, before this step changed the weights."

@@ -22,50 +22,57 @@ from ortlaunch.worker.evaluation.evaluation import evaluate
 from ortlaunch.worker.session import Session
 
 STOP = "train.stop_after"
-Memory = dict[str, Json]
+BestMemory = dict[str, Json]
 
 
-def record(recipe: Recipe, memory: Memory, step: int, evaluated: dict[str, float]) -> None:
+def update_best_memory(
+    recipe: Recipe, best_memory: BestMemory, step: int, evaluation_metrics: dict[str, float]
+) -> None:
     """Update the memory with an evaluation; a value that is absent or not finite is never best.
 
     Before the first finite value, the best one and its step are None.
     """
-    for wish, asked in _wishes(recipe):
-        value = evaluated.get(asked.metric, math.nan)
-        before = memory.get(wish)
-        found: Json = {"metric": asked.metric, "mode": asked.direction}
+    for request_name, request in _best_requests(recipe):
+        value = evaluation_metrics.get(request.metric, math.nan)
+        previous_entry = best_memory.get(request_name)
+        new_entry: Json = {"metric": request.metric, "mode": request.direction}
         if math.isfinite(value) and (
-            before is None
-            or before["value"] is None
-            or _is_better(value, before["value"], asked.direction)
+            previous_entry is None
+            or previous_entry["value"] is None
+            or _is_better(value, previous_entry["value"], request.direction)
         ):
-            memory[wish] = {**found, "value": value, "step": step, "since": 0}
-        elif before is not None or asked.metric in evaluated:
+            best_memory[request_name] = {**new_entry, "value": value, "step": step, "since": 0}
+        elif previous_entry is not None or request.metric in evaluation_metrics:
             # `since` counts evaluations after the best one, for train.stop_after.
-            before = before or {**found, "value": None, "step": None, "since": 0}
-            memory[wish] = {**before, "since": before["since"] + 1}
+            previous_entry = previous_entry or {
+                **new_entry,
+                "value": None,
+                "step": None,
+                "since": 0,
+            }
+            best_memory[request_name] = {**previous_entry, "since": previous_entry["since"] + 1}
 
 
-def not_finite(recipe: Recipe, evaluated: dict[str, float]) -> list[str]:
+def non_finite_messages(recipe: Recipe, evaluation_metrics: dict[str, float]) -> list[str]:
     """Return a sentence for the loss, and for each request's metric, that is inf or nan."""
-    judged = dict.fromkeys(["loss", *(asked.metric for _, asked in _wishes(recipe))])
+    judged = dict.fromkeys(["loss", *(request.metric for _, request in _best_requests(recipe))])
     return [
-        f"this evaluation's {name} is {evaluated[name]}"
+        f"this evaluation's {name} is {evaluation_metrics[name]}"
         for name in judged
-        if not math.isfinite(evaluated.get(name, 0.0))
+        if not math.isfinite(evaluation_metrics.get(name, 0.0))
     ]
 
 
-def without(recipe: Recipe, evaluated: dict[str, float]) -> list[str]:
+def missing_metric_messages(recipe: Recipe, evaluation_metrics: dict[str, float]) -> list[str]:
     """Return a sentence for each request whose metric the evaluation lacks."""
     return [
-        f"{wish}.metric: got {asked.metric}; an evaluation of this run has {', '.join(evaluated)}"
-        for wish, asked in _wishes(recipe)
-        if asked.metric not in evaluated
+        f"{request_name}.metric: got {request.metric}; an evaluation of this run has {', '.join(evaluation_metrics)}"
+        for request_name, request in _best_requests(recipe)
+        if request.metric not in evaluation_metrics
     ]
 
 
-def require_metrics(session: Session) -> None:
+def require_evaluated_metrics(session: Session) -> None:
     """Before step 1, evaluate a few samples, for a metric that not all evaluations have.
 
     It evaluates as many samples as the ranks take at once.
@@ -76,13 +83,14 @@ def require_metrics(session: Session) -> None:
     recipe = session.recipe
     samples = session.data.evaluation
     always = {name for name, metric in metrics_of_task(recipe.model.task).items() if metric.always}
-    if samples is None or all(asked.metric in always for _, asked in _wishes(recipe)):
+    if samples is None or all(request.metric in always for _, request in _best_requests(recipe)):
         return
-    with session.progress.during("evaluating"):
+    with session.progress.show_during("evaluating"):
         try:
             # One micro batch of each rank.
-            found = evaluate(
-                session, _First(samples, session.plan.batch.micro_samples * session.group.size)
+            evaluation_metrics = evaluate(
+                session,
+                _FirstSamples(samples, session.plan.batch.micro_samples * session.group.size),
             )
         # The user's metric may need more samples than these few.
         except HookError as error:
@@ -90,16 +98,18 @@ def require_metrics(session: Session) -> None:
                 f"train.metric cannot be tested before step 1: {first_message_line(error)}"
             )
             return
-    if found is not None and (wrong := without(recipe, found)):
-        raise InputError("\n".join(wrong))
+    if evaluation_metrics is not None and (
+        missing_messages := missing_metric_messages(recipe, evaluation_metrics)
+    ):
+        raise InputError("\n".join(missing_messages))
 
 
-class _First:
+class _FirstSamples:
     """The first samples of a set."""
 
-    def __init__(self, samples: Samples, most: int) -> None:
+    def __init__(self, samples: Samples, max_samples: int) -> None:
         self._samples = samples
-        self._count = min(most, len(samples))
+        self._count = min(max_samples, len(samples))
 
     def __len__(self) -> int:
         return self._count
@@ -108,60 +118,66 @@ class _First:
         return self._samples.sample(index, epoch)
 
 
-def kept_step(memory: Memory) -> int | None:
+def best_checkpoint_step(best_memory: BestMemory) -> int | None:
     """Return the step of the kept checkpoint; None without one, or without an evaluation."""
-    return memory[KEEP]["step"] if KEEP in memory else None
+    return best_memory[KEEP]["step"] if KEEP in best_memory else None
 
 
-def stops_early(recipe: Recipe, step: int, memory: Memory) -> str | None:
+def early_stop_message(recipe: Recipe, step: int, best_memory: BestMemory) -> str | None:
     """Return why training ends at this step, before its last one; None if it continues."""
-    asked = recipe.train.stop_after
-    found = memory.get(STOP)
+    stop_request = recipe.train.stop_after
+    best_entry = best_memory.get(STOP)
     if (
-        asked is None
-        or found is None
+        stop_request is None
+        or best_entry is None
         or step >= recipe.train.steps
-        or found["since"] < asked.evaluations
+        or best_entry["since"] < stop_request.evaluations
     ):
         return None
     early = f"stopped early after step {step} of {recipe.train.steps} (train.stop_after)"
-    if found["value"] is None:
-        return f"{early}: {asked.metric} was not finite in {found['since']} evaluations"
+    if best_entry["value"] is None:
+        return f"{early}: {stop_request.metric} was not finite in {best_entry['since']} evaluations"
     return (
-        f"{early}: {asked.metric} was best, {found['value']:.6g}, after step {found['step']}, "
-        f"{found['since']} evaluations ago"
+        f"{early}: {stop_request.metric} was best, {best_entry['value']:.6g}, after step {best_entry['step']}, "
+        f"{best_entry['since']} evaluations ago"
     )
 
 
-def remembered(session: Session, memory: Memory) -> Memory:
+def valid_best_memory(session: Session, best_memory: BestMemory) -> BestMemory:
     """Return the part of a checkpoint's memory that is valid here (collective).
 
     An entry must be of the same metric, and the kept checkpoint must be in this run's folder.
     """
-    kept = {
-        wish: memory[wish]
-        for wish, asked in _wishes(session.recipe)
-        if wish in memory
-        and (memory[wish]["metric"], memory[wish]["mode"]) == (asked.metric, asked.direction)
+    valid_memory = {
+        request_name: best_memory[request_name]
+        for request_name, request in _best_requests(session.recipe)
+        if request_name in best_memory
+        and (best_memory[request_name]["metric"], best_memory[request_name]["mode"])
+        == (request.metric, request.direction)
     }
-    step = kept_step(kept)
-    here = step is not None and (session.run.checkpoint_folder(step) / COMPLETE).exists()
+    step = best_checkpoint_step(valid_memory)
+    is_checkpoint_here = (
+        step is not None and (session.run.checkpoint_folder(step) / COMPLETE).exists()
+    )
     # The kept checkpoint may have been pruned, or belong to the run that this one was started from.
     # Rank 0's answer counts: hosts may see a shared file system in different states.
-    if step is not None and not session.group.gather_numbers([here])[0][0]:
-        del kept[KEEP]
+    if step is not None and not session.group.gather_numbers([is_checkpoint_here])[0][0]:
+        del valid_memory[KEEP]
         session.group.print_once(
             f"checkpoint.keep_best: that of step {step} is not in this run folder; the best "
             "is determined from now on"
         )
-    return kept
+    return valid_memory
 
 
-def _wishes(recipe: Recipe) -> Iterator[tuple[str, KeepBest | StopAfter]]:
-    for wish, asked in ((KEEP, recipe.checkpoint.keep_best), (STOP, recipe.train.stop_after)):
-        if asked is not None:
-            yield wish, asked
+def _best_requests(recipe: Recipe) -> Iterator[tuple[str, KeepBest | StopAfter]]:
+    for request_name, request in (
+        (KEEP, recipe.checkpoint.keep_best),
+        (STOP, recipe.train.stop_after),
+    ):
+        if request is not None:
+            yield request_name, request
 
 
-def _is_better(value: float, other: float, direction: str) -> bool:
-    return value < other if direction == "min" else value > other
+def _is_better(value: float, best_value: float, direction: str) -> bool:
+    return value < best_value if direction == "min" else value > best_value

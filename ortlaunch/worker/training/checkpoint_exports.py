@@ -34,7 +34,7 @@ from ortlaunch.worker.session import Session
 _POLL_SECONDS = 0.2
 
 
-class _Running(NamedTuple):
+class _RunningExport(NamedTuple):
     """An export that is being written."""
 
     request: ExportRequest
@@ -63,93 +63,105 @@ class CheckpointExports:
                     "or onnx and onnxruntime"
                 )
         # Called after each export, which kept its checkpoint from removal.
-        self.released: Callable[[], object] = lambda: None
-        self.waiting: deque[tuple[int, str]] = deque()
-        self.running: _Running | None = None
+        self.on_export_ended: Callable[[], object] = lambda: None
+        self.queued_exports: deque[tuple[int, str]] = deque()
+        self.running_export: _RunningExport | None = None
         self.writes = session.group.rank == 0
         # Those whose writer was killed, too.
         for step, _ in self.run.complete_checkpoints() if self.writes else ():
-            self.add(step, only_missing=True)
+            self.request_exports(step, only_missing=True)
 
-    def add(self, step: int, only_missing: bool = False) -> None:
+    def request_exports(self, step: int, only_missing: bool = False) -> None:
         """Request the exports of a complete checkpoint."""
-        for form in self.formats if self.writes else ():
-            if not (only_missing and self.run.export_folder(step, form).exists()):
-                self.waiting.append((step, form))
+        for export_format in self.formats if self.writes else ():
+            if not (only_missing and self.run.export_folder(step, export_format).exists()):
+                self.queued_exports.append((step, export_format))
 
-    def in_use(self) -> tuple[int, ...]:
+    def steps_in_use(self) -> tuple[int, ...]:
         """Return the steps of checkpoints that must stay until their export is complete."""
-        return (self.running.request.step,) if self.running else ()
+        return (self.running_export.request.step,) if self.running_export else ()
 
-    def advance(self) -> None:
+    def end_and_start_exports(self) -> None:
         """Record an export that has ended, and start the next one."""
-        if self.running is not None and self.running.process.poll() is not None:
-            self._end(self.running)
-        while self.running is None and self.waiting:
-            self._start(*self.waiting.popleft())
+        if self.running_export is not None and self.running_export.process.poll() is not None:
+            self._end_export(self.running_export)
+        while self.running_export is None and self.queued_exports:
+            self._start_export(*self.queued_exports.popleft())
 
-    def wait(self) -> None:
+    def wait_for_exports(self) -> None:
         """Wait until every requested export has ended, on rank 0."""
-        self.advance()
-        if self.running is not None:
-            self.progress.doing("exporting checkpoints")
-        while self.running is not None:
+        self.end_and_start_exports()
+        if self.running_export is not None:
+            self.progress.show_activity("exporting checkpoints")
+        while self.running_export is not None:
             time.sleep(_POLL_SECONDS)
             # The training's rank works, although it makes no step.
-            self.progress.pulse.alive()
-            self.advance()
+            self.progress.pulse.record_activity()
+            self.end_and_start_exports()
 
     def close(self) -> None:
         """End an export that is still being written, and remove its files."""
-        if self.running is None:
+        if self.running_export is None:
             return
-        with self.running.files:
-            self.running.process.kill()
-            self.running.process.wait()
-        shutil.rmtree(_partial(self.running.request), ignore_errors=True)
-        print(f"{_name(self.running.request)}: ended; the next start repeats it", flush=True)
+        with self.running_export.files:
+            self.running_export.process.kill()
+            self.running_export.process.wait()
+        shutil.rmtree(_partial_export_folder(self.running_export.request), ignore_errors=True)
+        print(
+            f"{_export_name(self.running_export.request)}: ended; the next start repeats it",
+            flush=True,
+        )
 
-    def _start(self, step: int, form: str) -> None:
-        folder = self.run.export_folder(step, form)
-        request = ExportRequest(str(self.run), step, str(folder.absolute()), form, automatic=True)
+    def _start_export(self, step: int, export_format: str) -> None:
+        folder = self.run.export_folder(step, export_format)
+        request = ExportRequest(
+            str(self.run), step, str(folder.absolute()), export_format, automatic=True
+        )
         if step not in dict(self.run.complete_checkpoints()):
-            print(f"{_name(request)}: left out: checkpoint.keep has removed it", flush=True)
+            print(f"{_export_name(request)}: left out: checkpoint.keep has removed it", flush=True)
             return
         # An earlier start trained another checkpoint of this step.
         if folder in automatic_exports(self.run, step):
             shutil.rmtree(folder, ignore_errors=True)
         if folder.exists():
-            self._failed(request, f"{folder} exists already, by `ortlaunch export`")
+            self._record_failure(request, f"{folder} exists already, by `ortlaunch export`")
             return
         try:
-            self.running = _started(request)
+            self.running_export = _start_export_process(request)
         # No process, or no file for its output: a full disk, or too little memory.
         except OSError as error:
-            self._failed(request, str(error))
+            self._record_failure(request, str(error))
 
-    def _end(self, ended: _Running) -> None:
-        self.running = None
-        with ended.files:
-            ended.output.seek(0)
-            ended.errors.seek(0)
-            if ended.process.returncode == 0:
-                print(ended.output.read().strip(), flush=True)
+    def _end_export(self, ended_export: _RunningExport) -> None:
+        self.running_export = None
+        with ended_export.files:
+            ended_export.output.seek(0)
+            ended_export.errors.seek(0)
+            if ended_export.process.returncode == 0:
+                print(ended_export.output.read().strip(), flush=True)
             else:
-                lines = ended.errors.read().strip().splitlines() or ["no message"]
-                why = lines[-1].removeprefix("ortlaunch: ")
-                self._failed(ended.request, f"{why} (exit status {ended.process.returncode})")
-                shutil.rmtree(_partial(ended.request), ignore_errors=True)
-        self.released()
+                lines = ended_export.errors.read().strip().splitlines() or ["no message"]
+                reason = lines[-1].removeprefix("ortlaunch: ")
+                self._record_failure(
+                    ended_export.request,
+                    f"{reason} (exit status {ended_export.process.returncode})",
+                )
+                shutil.rmtree(_partial_export_folder(ended_export.request), ignore_errors=True)
+        self.on_export_ended()
 
-    def _failed(self, request: ExportRequest, why: str) -> None:
-        print(f"NOT EXPORTED: {_name(request)}: {why}; training is not affected", flush=True)
-        line = ExportLine(request.step, request.format, request.folder, automatic=True, error=why)
+    def _record_failure(self, request: ExportRequest, reason: str) -> None:
+        print(
+            f"NOT EXPORTED: {_export_name(request)}: {reason}; training is not affected", flush=True
+        )
+        line = ExportLine(
+            request.step, request.format, request.folder, automatic=True, error=reason
+        )
         # On a full disk the log alone has it.
         with contextlib.suppress(OSError):
             append_json_line(self.run.exports, as_json(line))
 
 
-def _started(request: ExportRequest) -> _Running:
+def _start_export_process(request: ExportRequest) -> _RunningExport:
     with contextlib.ExitStack() as opened:
         output = opened.enter_context(tempfile.TemporaryFile("w+"))
         errors = opened.enter_context(tempfile.TemporaryFile("w+"))
@@ -160,23 +172,23 @@ def _started(request: ExportRequest) -> _Running:
             start_new_session=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
         )  # fmt: skip
         # One that has ended already is reported by its exit status.
-        with contextlib.suppress(BrokenPipeError), process.stdin as given:  # type: ignore[union-attr]
-            given.write(json.dumps(request._asdict()))
+        with contextlib.suppress(BrokenPipeError), process.stdin as process_input:  # type: ignore[union-attr]
+            process_input.write(json.dumps(request._asdict()))
         # They stay open until the export has ended.
-        return _Running(request, process, output, errors, opened.pop_all())
+        return _RunningExport(request, process, output, errors, opened.pop_all())
 
 
-def failures(run: RunDir) -> int:
+def failed_export_count(run: RunDir) -> int:
     """Return how many automatic exports failed and were not repeated."""
     lines = read_json_lines(run.exports, "step", "format", "folder").values
     newest = {(line["step"], line["format"]): line for line in lines if line.get("automatic")}
     return sum(bool(line.get("error")) for line in newest.values())
 
 
-def _name(request: ExportRequest) -> str:
+def _export_name(request: ExportRequest) -> str:
     return f"checkpoint.export: step {request.step} as {request.format}"
 
 
-def _partial(request: ExportRequest) -> Path:
+def _partial_export_folder(request: ExportRequest) -> Path:
     """Return the folder of an incomplete export (worker/export/export_checkpoint.py)."""
     return Path(f"{request.folder}.partial")

@@ -18,118 +18,143 @@ from ortlaunch.run_folder.records import BadStep
 from ortlaunch.worker.data import Batches
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
-Named = Iterable[tuple[str, "torch.Tensor | None"]]
+NamedTensors = Iterable[tuple[str, "torch.Tensor | None"]]
 # Samples and micro batches that a message names at most.
-_SHOWN = 16
+_MAX_SHOWN = 16
 # Bad steps that a message describes: the first one shows the cause.
-_STEPS = 1
+_MAX_DESCRIBED_STEPS = 1
 # diagnose/ prints the advice.
-_END = "The run ends here; nothing is exported, and no checkpoint of this step is written."
+_END_MESSAGE = "The run ends here; nothing is exported, and no checkpoint of this step is written."
 
 
 class BadLoss(NamedTuple):
     """A loss that is not finite: its rank, its value, and its `place` in the caller's list."""
 
     rank: int
-    place: int
+    loss_index: int
     loss: float
 
 
-def bad_losses(group: DistributedContext, losses: Sequence[torch.Tensor]) -> list[BadLoss]:
-    """Return the non-finite losses of all ranks, with their place in `losses` (collective)."""
-    mine = [
-        (place, loss) for place, loss in enumerate(map(float, losses)) if not math.isfinite(loss)
+def gather_bad_losses(
+    group: DistributedContext, rank_losses: Sequence[torch.Tensor]
+) -> list[BadLoss]:
+    """Return the non-finite losses of all ranks, with their place in `rank_losses` (collective)."""
+    indexed_losses = [
+        (loss_index, loss)
+        for loss_index, loss in enumerate(map(float, rank_losses))
+        if not math.isfinite(loss)
     ]
     # Python's JSON also reads and writes nan and inf.
-    of_ranks = group.gather(mine)
-    return [BadLoss(rank, *found) for rank, losses in enumerate(of_ranks) for found in losses]
+    losses_by_rank = group.gather(indexed_losses)
+    return [
+        BadLoss(rank, *indexed_loss)
+        for rank, rank_losses in enumerate(losses_by_rank)
+        for indexed_loss in rank_losses
+    ]
 
 
-def bad_loss(step: int, found: BadLoss, samples: list[int]) -> str:
-    """Return the line about one loss; `step` counts from 0."""
+def bad_loss_line(step_index: int, bad: BadLoss, sample_indices: list[int]) -> str:
+    """Return the line about one loss; `step_index` counts from 0."""
     return (
-        f"step {step + 1}: the loss is {found.loss} on rank {found.rank}, "
-        f"samples {some(samples)} of data.train"
+        f"step {step_index + 1}: the loss is {bad.loss} on rank {bad.rank}, "
+        f"samples {samples_text(sample_indices)} of data.train"
     )
 
 
-def bad_step(
+def non_finite_error(
     group: DistributedContext,
     batches: Batches,
-    step: int,
-    losses: list[BadLoss],
-    gradients: Named,
+    step_index: int,
+    step_bad_losses: list[BadLoss],
+    gradients: NamedTensors,
     *,
-    again: bool = True,
+    passes_were_repeated: bool = True,
 ) -> NonFiniteError:
     """Return the error of a bad step (collective).
 
     Args:
         group: all ranks.
         batches: the order of the samples.
-        step: counted from 0.
-        losses: the non-finite losses of its passes.
+        step_index: counted from 0.
+        step_bad_losses: the non-finite losses of its passes.
         gradients: the parameters' gradients, by name.
-        again: whether the passes were repeated to get these gradients.
+        passes_were_repeated: whether the passes were repeated to get these gradients.
     """
     lines = [
-        bad_loss(step, bad, batches.indices(step, bad.place, bad.rank)) for bad in losses[:_SHOWN]
+        bad_loss_line(step_index, bad, batches.sample_indices(step_index, bad.loss_index, bad.rank))
+        for bad in step_bad_losses[:_MAX_SHOWN]
     ]
-    samples = batches.indices_of_step(step)
-    if not losses:
+    sample_indices = batches.indices_of_step(step_index)
+    if not step_bad_losses:
         lines = [
-            f"step {step + 1}: every loss is finite, and a gradient is not; "
-            f"samples {some(samples)} of data.train"
+            f"step {step_index + 1}: every loss is finite, and a gradient is not; "
+            f"samples {samples_text(sample_indices)} of data.train"
         ]
-    first = _first(group, gradients)
-    without = _NOT_AGAIN if again else "every gradient is finite"
-    lines.append(f"{FIRST_PARAMETER}: {first}" if first else without)
-    found = BadStep(step + 1, "loss" if losses else "gradient", "\n".join(lines), samples, first)
-    return NonFiniteError(f"{found.message}\n{_END}", found)
+    bad_parameter = _first_bad_parameter(group, gradients)
+    no_parameter_text = _NOT_REPRODUCED if passes_were_repeated else "every gradient is finite"
+    lines.append(f"{FIRST_PARAMETER}: {bad_parameter}" if bad_parameter else no_parameter_text)
+    bad_step_record = BadStep(
+        step_index + 1,
+        "loss" if step_bad_losses else "gradient",
+        "\n".join(lines),
+        sample_indices,
+        bad_parameter,
+    )
+    return NonFiniteError(f"{bad_step_record.message}\n{_END_MESSAGE}", bad_step_record)
 
 
 def require_finite_loss(
-    mean: float | None,
+    mean_loss: float | None,
     group: DistributedContext,
     batches: Batches,
-    first: int,
-    losses: Sequence[torch.Tensor],
+    first_step_index: int,
+    step_losses: Sequence[torch.Tensor],
 ) -> None:
     """Check the mean of all ranks' losses, for a non-finite one with finite gradients (collective).
 
     Args:
-        mean: the same on all ranks; None if there are no losses.
+        mean_loss: the same on all ranks; None if there are no losses.
         group: all ranks.
         batches: the order of the samples.
-        first: the step of the first loss, from 0.
-        losses: this rank's losses, one for each step from `first` on.
+        first_step_index: the step of the first loss, from 0.
+        step_losses: this rank's losses, one for each step from `first_step_index` on.
 
     Raises:
         NonFiniteError: a loss is not finite; all ranks raise the same.
     """
-    if mean is None or math.isfinite(mean):
+    if mean_loss is None or math.isfinite(mean_loss):
         return
     lines = []
-    found = sorted(bad_losses(group, losses), key=lambda bad: bad.place)
-    for bad in found[:_STEPS]:
-        step = first + bad.place
+    sorted_bad_losses = sorted(
+        gather_bad_losses(group, step_losses), key=lambda bad: bad.loss_index
+    )
+    for bad in sorted_bad_losses[:_MAX_DESCRIBED_STEPS]:
+        step_index = first_step_index + bad.loss_index
         passes = range(batches.batch.accumulation_steps)
         lines.append(
-            bad_loss(
-                step, bad, [index for i in passes for index in batches.indices(step, i, bad.rank)]
+            bad_loss_line(
+                step_index,
+                bad,
+                [
+                    index
+                    for pass_index in passes
+                    for index in batches.sample_indices(step_index, pass_index, bad.rank)
+                ],
             )
         )
-    if len(found) > _STEPS:
+    if len(sorted_bad_losses) > _MAX_DESCRIBED_STEPS:
         lines.append(
-            f"{len(found) - _STEPS} later losses are not finite either, up to step "
-            f"{first + found[-1].place + 1}"
+            f"{len(sorted_bad_losses) - _MAX_DESCRIBED_STEPS} later losses are not finite either, up to step "
+            f"{first_step_index + sorted_bad_losses[-1].loss_index + 1}"
         )
     raise NonFiniteError(
-        "\n".join([*lines, "its gradients were finite, so the weights are finite, too", _END])
+        "\n".join(
+            [*lines, "its gradients were finite, so the weights are finite, too", _END_MESSAGE]
+        )
     )
 
 
-def require_finite_weights(step: int, weights: Named) -> None:
+def require_finite_weights(step: int, weights: NamedTensors) -> None:
     """Check trained weights after `step` steps.
 
     Raises:
@@ -139,56 +164,70 @@ def require_finite_weights(step: int, weights: Named) -> None:
     named = [(name, tensor) for name, tensor in weights if tensor is not None]
     # One sum of squares reads all weights fast; the loop over them only searches for the name.
     if named and not sum_of_squares([tensor for _, tensor in named]).isfinite():
-        name = next(_bad(named))[1]
+        name = next(_bad_tensors(named))[1]
         raise NonFiniteError(
             f"step {step}: the weights of {name} are not finite after this step, "
-            f"whose gradients were\n{_END}"
+            f"whose gradients were\n{_END_MESSAGE}"
         )
 
 
-def nan_buffers(model: torch.nn.Module) -> Iterator[str]:
+def nan_buffer_names(model: torch.nn.Module) -> Iterator[str]:
     """Yield the name of each buffer of a model that has nan; masks have inf."""
     for name, tensor in model.named_buffers():
         if tensor.is_floating_point() and tensor.isnan().any():
             yield name.removeprefix("model.")
 
 
-def require_buffers(step: int, model: torch.nn.Module, known: set[str]) -> None:
+def require_buffers_without_nan(
+    step: int, model: torch.nn.Module, known_nan_buffers: set[str]
+) -> None:
     """Check the buffers of a model after `step` steps, such as statistics of a normalization.
 
     Raises:
         NonFiniteError: a buffer has nan and is not known to have it.
     """
-    if name := next((name for name in nan_buffers(model) if name not in known), None):
-        raise NonFiniteError(f"step {step}: the buffer {name} has nan after this step\n{_END}")
+    if name := next(
+        (name for name in nan_buffer_names(model) if name not in known_nan_buffers), None
+    ):
+        raise NonFiniteError(
+            f"step {step}: the buffer {name} has nan after this step\n{_END_MESSAGE}"
+        )
 
 
-_NOT_AGAIN = (
+_NOT_REPRODUCED = (
     "a repetition of this step has finite gradients: the model draws random numbers or keeps state"
 )
 
 
-def _first(group: DistributedContext, gradients: Named) -> str | None:
+def _first_bad_parameter(group: DistributedContext, gradients: NamedTensors) -> str | None:
     """Return the first bad parameter in the model's order on any rank (collective)."""
     # With sharded gradients, each rank has only a part of them.
-    mine = next(_bad(gradients), None)
-    found = [each for each in group.gather(mine) if each is not None]
-    return str(min(found)[1]) if found else None
+    rank_bad_tensor = next(_bad_tensors(gradients), None)
+    bad_of_ranks = [
+        ranked_tensor
+        for ranked_tensor in group.gather(rank_bad_tensor)
+        if ranked_tensor is not None
+    ]
+    return str(min(bad_of_ranks)[1]) if bad_of_ranks else None
 
 
-def _bad(tensors: Named) -> Iterator[tuple[int, str]]:
+def _bad_tensors(named_tensors: NamedTensors) -> Iterator[tuple[int, str]]:
     """Yield (place in the model, name) of each tensor that is not finite."""
-    for place, (name, tensor) in enumerate(tensors):
+    for tensor_index, (name, tensor) in enumerate(named_tensors):
         # The values of a sparse gradient are a tensor of their own.
         if (
             tensor is not None
             and not (tensor.coalesce().values() if tensor.is_sparse else tensor).isfinite().all()
         ):
             # LossModule adds the prefix.
-            yield place, name.removeprefix("model.")
+            yield tensor_index, name.removeprefix("model.")
 
 
-def some(samples: list[int]) -> str:
+def samples_text(sample_indices: list[int]) -> str:
     """Return samples as text; of many, only the first ones."""
-    shown = ", ".join(map(str, samples[:_SHOWN]))
-    return shown if len(samples) <= _SHOWN else f"{shown} and {len(samples) - _SHOWN} more"
+    shown = ", ".join(map(str, sample_indices[:_MAX_SHOWN]))
+    return (
+        shown
+        if len(sample_indices) <= _MAX_SHOWN
+        else f"{shown} and {len(sample_indices) - _MAX_SHOWN} more"
+    )

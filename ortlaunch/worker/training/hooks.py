@@ -16,91 +16,91 @@ import traceback
 
 from ortlaunch.errors import HookError, InputError
 from ortlaunch.run_folder.folder import write_json_atomically
-from ortlaunch.worker.data.own import call
-from ortlaunch.worker.process_group.agreement import Agreement
+from ortlaunch.worker.data.own import call_user_function
+from ortlaunch.worker.process_group.agreement import RankAgreement
 from ortlaunch.worker.session import Session
 from ortlaunch.worker.supervision.requests import RankRequest
 
 _METHODS = ("on_step", "on_evaluation", "on_checkpoint")
 
 
-class Hook:
+class TrainingHook:
     """The hook of one training; without `train.hook`, and on other ranks, it does nothing."""
 
-    def __init__(self, session: Session, agreed: Agreement) -> None:
+    def __init__(self, session: Session, agreement: RankAgreement) -> None:
         self.name = session.recipe.train.hook
         self.run = session.run
-        self.agreed = agreed
+        self.agreement = agreement
         self.last_step = session.recipe.train.steps
-        self.own = None
+        self.hook_object = None
         if self.name is not None and session.group.rank == 0:
-            self.own = call("train.hook", self.name, {}, session.recipe.seed)
-            _require_known(self.name, self.own)
+            self.hook_object = call_user_function("train.hook", self.name, {}, session.recipe.seed)
+            _reject_unknown_methods(self.name, self.hook_object)
 
-    def on_step(self, step: int, values: dict[str, object]) -> None:
+    def on_step(self, step: int, metrics_line: dict[str, object]) -> None:
         """Call the hook for a logged step, with its line of metrics.jsonl."""
-        self._call("on_step", step, dict(values))
+        self._call_hook_method("on_step", step, dict(metrics_line))
 
-    def on_evaluation(self, step: int, values: dict[str, float]) -> None:
+    def on_evaluation(self, step: int, evaluation_metrics: dict[str, float]) -> None:
         """Call the hook for an evaluation, with the loss and the task's metrics."""
-        self._call("on_evaluation", step, dict(values))
+        self._call_hook_method("on_evaluation", step, dict(evaluation_metrics))
 
     def on_checkpoint(self, step: int) -> None:
         """Call the hook for a complete checkpoint, with its folder."""
-        self._call("on_checkpoint", step, str(self.run.checkpoint_folder(step)))
+        self._call_hook_method("on_checkpoint", step, str(self.run.checkpoint_folder(step)))
 
-    def _call(self, method: str, step: int, what: object) -> None:
+    def _call_hook_method(self, method_name: str, step: int, argument: object) -> None:
         # A hook may define any of the three methods.
-        own = getattr(self.own, method, None)
-        if own is None:
+        hook_method = getattr(self.hook_object, method_name, None)
+        if hook_method is None:
             return
         try:
-            answer = own(step, what)
+            returned_value = hook_method(step, argument)
         except Exception as error:
             # The first frame is the call above, which is no help to the hook's author.
             frames = error.__traceback__ and error.__traceback__.tb_next
             where = "".join(traceback.format_exception(type(error), error, frames))
             raise HookError(
-                f"train.hook: {self.name}.{method} raised {type(error).__name__} "
+                f"train.hook: {self.name}.{method_name} raised {type(error).__name__} "
                 f"after step {step}: {error}\n{where}"
             ) from error
-        if answer == "stop":
-            self._stop(method, step)
-        elif answer is not None:
+        if returned_value == "stop":
+            self._request_stop(method_name, step)
+        elif returned_value is not None:
             raise HookError(
-                f"train.hook: {self.name}.{method} returned {answer!r}; "
+                f"train.hook: {self.name}.{method_name} returned {returned_value!r}; "
                 'it returns "stop", or nothing'
             )
 
-    def _stop(self, method: str, step: int) -> None:
+    def _request_stop(self, method_name: str, step: int) -> None:
         """Request a stop as `ortlaunch stop` does; after the last step, do nothing."""
         if step < self.last_step:
-            by = f"train.hook ({self.name}.{method})"
+            by = f"train.hook ({self.name}.{method_name})"
             write_json_atomically(
                 self.run.stop_request, {"by": by, "pid": os.getpid(), "host": socket.gethostname()}
             )
-            self.agreed.add(RankRequest.STOP)
+            self.agreement.add_request(RankRequest.STOP)
 
 
-def _require_known(name: str, own: object) -> None:
+def _reject_unknown_methods(hook_name: str, hook_object: object) -> None:
     """Reject a method with a similar name that is never called, such as `on_train_end`.
 
     Raises:
         InputError: there is such a method, or none that is called.
     """
     methods = [
-        each
-        for each in dir(type(own))
-        if not each.startswith("__") and callable(getattr(type(own), each))
+        method_name
+        for method_name in dir(type(hook_object))
+        if not method_name.startswith("__") and callable(getattr(type(hook_object), method_name))
     ]
-    for each in methods:
+    for method_name in methods:
         # 0.8: close enough for a typing error.
-        near = difflib.get_close_matches(each, _METHODS, 1, 0.8)
-        if each not in _METHODS and (near or each.startswith("on_")):
-            hint = f"; did you mean {near[0]}?" if near else ""
+        similar_names = difflib.get_close_matches(method_name, _METHODS, 1, 0.8)
+        if method_name not in _METHODS and (similar_names or method_name.startswith("on_")):
+            hint = f"; did you mean {similar_names[0]}?" if similar_names else ""
             raise InputError(
-                f"train.hook: {name} has {each!r}, which is never called; "
+                f"train.hook: {hook_name} has {method_name!r}, which is never called; "
                 f"valid are {', '.join(_METHODS)}{hint}"
             )
-    if not any(hasattr(own, method) for method in _METHODS):
-        raise InputError(f"train.hook: {name} has none of {', '.join(_METHODS)}")
+    if not any(hasattr(hook_object, method) for method in _METHODS):
+        raise InputError(f"train.hook: {hook_name} has none of {', '.join(_METHODS)}")

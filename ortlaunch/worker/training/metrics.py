@@ -22,14 +22,14 @@ from ortlaunch.run_folder.folder import (
 from ortlaunch.run_folder.lines import read_json_lines
 from ortlaunch.run_folder.records import MetricsLine
 from ortlaunch.units import clock_duration
-from ortlaunch.worker.training.trackers import Beside
+from ortlaunch.worker.training.trackers import MirrorTracker
 
 EVALUATION = "evaluation_"
 # Values that a line leaves out first where it is too long for the terminal, in this order.
-_LEAST = ("padding_share", "epoch", "gradient_norm", "learning_rate")
+_DROPPED_IF_NARROW = ("padding_share", "epoch", "gradient_norm", "learning_rate")
 
 
-class Metrics:
+class MetricsWriter:
     """Writer of the metrics of each logged step and each evaluation.
 
     A record has the step, the elapsed seconds and the values that are passed to `write`.
@@ -38,17 +38,23 @@ class Metrics:
     def __init__(self, recipe: Recipe, run: RunDir, first_step: int) -> None:
         self.max_steps = recipe.train.steps
         self.first_step = first_step
-        self.before = _cut_after(run, first_step)
+        self.earlier_seconds = _remove_lines_after(run, first_step)
         # Line buffered, so that other processes can follow the file.
         self.file = run.metrics.open("a", encoding="utf-8", buffering=1)
-        self.trackers = [Beside(name, recipe, run, first_step) for name in recipe.log.trackers]
+        self.trackers = [
+            MirrorTracker(name, recipe, run, first_step) for name in recipe.log.trackers
+        ]
         self.started = time.perf_counter()
 
-    def write(self, step: int, values: Json) -> None:
+    def write_step(self, step: int, values: Json) -> None:
         """Record and print the values of one step. Steps count from 1."""
         elapsed = time.perf_counter() - self.started
         # Elapsed time is the sum over all starts of the run, without steps that a resume repeats.
-        record = {"step": step, **values, "elapsed_seconds": round(self.before + elapsed, 3)}
+        record = {
+            "step": step,
+            **values,
+            "elapsed_seconds": round(self.earlier_seconds + elapsed, 3),
+        }
         try:
             self.file.write(json_text(record) + "\n")
         except OSError as error:
@@ -57,31 +63,33 @@ class Metrics:
             raise
         for tracker in self.trackers:
             tracker.log(step, values)
-        self._show(step, values, elapsed)
+        self._print_step(step, values, elapsed)
 
-    def _show(self, step: int, values: dict[str, object], elapsed: float) -> None:
+    def _print_step(self, step: int, values: dict[str, object], elapsed_seconds: float) -> None:
         # The speed of this start only: an earlier one may have had other hosts.
-        left = elapsed / max(1, step - self.first_step) * (self.max_steps - step)
-        head, last = f"step {step}/{self.max_steps}", f"ETA {clock_duration(left)}"
+        remaining_seconds = (
+            elapsed_seconds / max(1, step - self.first_step) * (self.max_steps - step)
+        )
+        head, last = f"step {step}/{self.max_steps}", f"ETA {clock_duration(remaining_seconds)}"
         columns = terminal_columns_of_command()
-        parts = [head, *_shown(values), last]
+        parts = [head, *_value_texts(values), last]
         # metrics.jsonl has what a narrow terminal has no room for.
-        for name in _LEAST:
+        for name in _DROPPED_IF_NARROW:
             if columns is not None and len("  ".join(parts)) > columns:
                 values = {**values, name: None}
-                parts = [head, *_shown(values), last]
+                parts = [head, *_value_texts(values), last]
         print("  ".join(parts), flush=True)
 
-    def close(self, failed: bool = False) -> None:
-        """Close the file and the trackers; `failed`: whether an error ended the training."""
+    def close_file_and_trackers(self, has_failed: bool = False) -> None:
+        """Close the file and the trackers; `has_other_rank_ended`: whether an error ended the training."""
         # After a failed write, its error comes again.
-        with contextlib.suppress(*([OSError] if failed else [])):
+        with contextlib.suppress(*([OSError] if has_failed else [])):
             self.file.close()
         for tracker in self.trackers:
-            tracker.close(failed)
+            tracker.close(has_failed)
 
 
-def _shown(values: dict[str, object]) -> list[str]:
+def _value_texts(values: dict[str, object]) -> list[str]:
     forms = {
         "epoch": "epoch {:.2f}", "loss": "loss {:.4f}",
         "learning_rate": "lr {:.3g}", "gradient_norm": "grad norm {:.3g}", "tokens_per_second": "{:,.0f} tokens/s",
@@ -94,7 +102,7 @@ def _shown(values: dict[str, object]) -> list[str]:
         del forms["samples_per_second"]
     user_values = (
         f"{name.replace(EVALUATION, 'evaluation ')} {values[name]:.4g}"
-        for name in own_names(values)
+        for name in user_value_names(values)
     )
     return [
         *(
@@ -106,14 +114,17 @@ def _shown(values: dict[str, object]) -> list[str]:
     ]
 
 
-def own_names(values: Mapping[str, object]) -> list[str]:
+def user_value_names(values: Mapping[str, object]) -> list[str]:
     """Return the names of the values that come from the user's model or metrics and are not None."""
-    known = {*(each.name for each in fields(MetricsLine)), *(EVALUATION + name for name in METRICS)}
-    return [name for name, value in values.items() if name not in known and value is not None]
+    known_names = {
+        *(field.name for field in fields(MetricsLine)),
+        *(EVALUATION + name for name in METRICS),
+    }
+    return [name for name, value in values.items() if name not in known_names and value is not None]
 
 
-def _cut_after(run: RunDir, step: int) -> float:
-    """Remove the lines after step `step` from metrics.jsonl, because these steps are repeated.
+def _remove_lines_after(run: RunDir, last_step: int) -> float:
+    """Remove the lines after step `last_step` from metrics.jsonl, because these steps are repeated.
 
     Returns:
         The elapsed seconds of the last line that is left.
@@ -121,12 +132,12 @@ def _cut_after(run: RunDir, step: int) -> float:
     lines = read_json_lines(run.metrics, "step", "elapsed_seconds")
     if lines.unreadable:
         print(*lines.unreadable, sep="\n", flush=True)
-    kept = [record for record in lines.values if record["step"] <= step]
+    kept = [record for record in lines.values if record["step"] <= last_step]
     if run.metrics.exists():
         write_text_atomically(run.metrics, "".join(json_text(record) + "\n" for record in kept))
     return float(kept[-1]["elapsed_seconds"]) if kept else 0.0
 
 
-def records(run: RunDir) -> list[Json]:
+def readable_metrics_lines(run: RunDir) -> list[Json]:
     """Return the readable lines of metrics.jsonl that have a step."""
     return read_json_lines(run.metrics, "step").values

@@ -13,27 +13,27 @@ EXPORTING = "exporting to ONNX Runtime"
 COMPILING = "compiling"
 
 
-def report_rebuilding(used: str, pulse: Pulse) -> None:
-    """Let the pulse show when engine `used` builds again, for example for another batch shape."""
-    if used == "ort":
+def report_rebuilding(engine_name: str, pulse: Pulse) -> None:
+    """Let the pulse show when engine `engine_name` builds again, for example for another batch shape."""
+    if engine_name == "ort":
         # Imported late: the other engines do not need this module.
         from ortlaunch.ortmodule.base import counters
 
-        counters.while_building = lambda: pulse.aside(EXPORTING)
-    if used == "inductor":
-        _report_compiling(pulse)
+        counters.while_building = lambda: pulse.show_long_operation(EXPORTING)
+    if engine_name == "inductor":
+        _report_inductor_compilation(pulse)
 
 
-def _report_compiling(pulse: Pulse) -> None:
+def _report_inductor_compilation(pulse: Pulse) -> None:
     # Imported late: only engine inductor needs torch._dynamo.
     from torch._dynamo.callback import on_compile_end, on_compile_start
 
-    open_now = contextlib.ExitStack()
+    open_phase = contextlib.ExitStack()
 
-    def begin(*_: object) -> None:
+    def show_compilation(*_: object) -> None:
         # An older torch calls this for nested compilations, too.
-        open_now.close()
-        open_now.enter_context(pulse.aside(COMPILING))
+        open_phase.close()
+        open_phase.enter_context(pulse.show_long_operation(COMPILING))
 
-    on_compile_start(begin)
-    on_compile_end(lambda *_: open_now.close())
+    on_compile_start(show_compilation)
+    on_compile_end(lambda *_: open_phase.close())

@@ -8,35 +8,41 @@ from collections.abc import Iterator
 from ortlaunch.errors import CheckpointError, NotSaved
 from ortlaunch.run_folder.folder import COMPLETE, read_own_json, write_json_atomically
 from ortlaunch.run_folder.records import Stopped, as_json
-from ortlaunch.worker.checkpoint import Saving
+from ortlaunch.worker.checkpoint import CheckpointSaver
 from ortlaunch.worker.session import Session
 from ortlaunch.worker.supervision.requests import RankRequest
 
 
-def stop(session: Session, asked: RankRequest, step: int) -> RankRequest:
+def record_stop(session: Session, rank_request: RankRequest, step: int) -> RankRequest:
     """Write stopped.json on rank 0, if a stop was requested and this step's checkpoint is complete.
 
     Raises:
         NotSaved: the checkpoint is not complete.
     """
-    if not asked.stops:
-        return asked
+    if not rank_request.stops:
+        return rank_request
     steps = session.recipe.train.steps
     folder = session.run.checkpoint_folder(step)
     # Rank 0's answer counts: hosts may see a shared file system in different states.
     if not session.group.gather_numbers([(folder / COMPLETE).exists()])[0][0]:
-        raise _not_saved(session, asked, "see NOT SAVED above")
+        raise _not_saved_error(session, rank_request, "see NOT SAVED above")
     if session.group.rank == 0:
-        how = Stopped(step, steps, _who(session, asked), asked.exit_status)
-        write_json_atomically(session.run.stopped, as_json(how))
-        print(f"stopped by {how.by} after step {step} of {steps}, saved: {folder}", flush=True)
+        stop_record = Stopped(
+            step, steps, _requester_text(session, rank_request), rank_request.exit_status
+        )
+        write_json_atomically(session.run.stopped, as_json(stop_record))
+        print(
+            f"stopped by {stop_record.by} after step {step} of {steps}, saved: {folder}", flush=True
+        )
     # No rank exits before stopped.json is written.
     session.group.barrier()
-    return asked
+    return rank_request
 
 
 @contextlib.contextmanager
-def saved_for(session: Session, saving: Saving, asked: RankRequest) -> Iterator[None]:
+def answer_save_request(
+    session: Session, saving: CheckpointSaver, rank_request: RankRequest
+) -> Iterator[None]:
     """Context of a checkpoint's save: answer its request, and end the run if a stop's save fails.
 
     Raises:
@@ -45,24 +51,24 @@ def saved_for(session: Session, saving: Saving, asked: RankRequest) -> Iterator[
     try:
         yield
     except CheckpointError as error:
-        if not asked.stops:
+        if not rank_request.stops:
             raise
-        raise _not_saved(session, asked, str(error)) from error
-    if session.group.rank == 0 and saving.answers(asked):
+        raise _not_saved_error(session, rank_request, str(error)) from error
+    if session.group.rank == 0 and saving.is_request_answered(rank_request):
         session.run.save_request.unlink(missing_ok=True)
 
 
-def _not_saved(session: Session, asked: RankRequest, why: str) -> NotSaved:
+def _not_saved_error(session: Session, rank_request: RankRequest, reason: str) -> NotSaved:
     return NotSaved(
         # 128 + N is a shell's status for an end by signal N.
-        f"stopped by {_who(session, asked)}, and nothing was saved: {why}",
-        128 + asked.signal,
+        f"stopped by {_requester_text(session, rank_request)}, and nothing was saved: {reason}",
+        128 + rank_request.signal,
     )
 
 
-def _who(session: Session, asked: RankRequest) -> str:
+def _requester_text(session: Session, rank_request: RankRequest) -> str:
     """Return who requested it, as text."""
     # `ortlaunch stop` and a hook write this file; without it, a signal was the request.
     with contextlib.suppress(OSError, ValueError, KeyError):
         return str(read_own_json(session.run.stop_request)["by"])
-    return asked.signal.name
+    return rank_request.signal.name

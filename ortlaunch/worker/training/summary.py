@@ -14,41 +14,54 @@ from ortlaunch.run_folder.engine_report import (
     OptimizerGroup,
 )
 from ortlaunch.units import align_columns, count_with_noun
-from ortlaunch.worker.data.mixture import streams_of
-from ortlaunch.worker.data_audit import audits, require_sound
+from ortlaunch.worker.data.mixture import streamed_parts
+from ortlaunch.worker.data_audit import audit_parts, require_no_severe_findings
 from ortlaunch.worker.length import length_line
 from ortlaunch.worker.session import Session
-from ortlaunch.worker.supervision.module_copies import copy_modules
+from ortlaunch.worker.supervision.module_copies import copy_user_modules
 from ortlaunch.worker.supervision.progress import print_wrapped
 
 
-def announce(session: Session) -> None:
+def print_plan_and_data(session: Session) -> None:
     """Before step 1, print on rank 0 the plan, the data, and notes on copies of the user's code."""
     engine = session.engine
-    done = session.checkpoint
+    start_checkpoint = session.checkpoint
     length = length_line(
         session.recipe,
         session.plan.batch,
         len(session.data.train),
-        done.step if done else 0,
-        done.samples if done else 0,
+        start_checkpoint.step if start_checkpoint else 0,
+        start_checkpoint.samples if start_checkpoint else 0,
     )
     if session.group.rank == 0:
         data = [length, *session.data.class_lines()]
-        streams = bool(session.data.train and streams_of(session.data.train))
-        data += [line for part in audits(session.data, streams=streams) for line in part.lines()]
-        lines = [*plan_lines(engine.report()), *engine.notes, *data, *copy_modules(session.run)]
+        streams = bool(session.data.train and streamed_parts(session.data.train))
+        data += [
+            line
+            for part in audit_parts(session.data, streams=streams)
+            for line in part.summary_lines()
+        ]
+        lines = [
+            *plan_lines(engine.engine_report()),
+            *engine.notes,
+            *data,
+            *copy_user_modules(session.run),
+        ]
         print_wrapped(*lines)
         if streams:
-            require_sound(session.data, streams)
+            require_no_severe_findings(session.data, streams)
 
 
-def print_outcome(session: Session, lines: Sequence[str] = ()) -> None:
+def print_outcome(session: Session, further_lines: Sequence[str] = ()) -> None:
     """After the last step, print on rank 0 late notes, the outcome and further lines."""
     if session.group.rank == 0:
-        report = session.engine.report()
-        said = [*late_notes(report, session.engine.notes), *outcome_lines(report), *lines]
-        print_wrapped(*said, *copy_modules(session.run, again=True))
+        report = session.engine.engine_report()
+        late_and_outcome_lines = [
+            *late_notes(report, session.engine.notes),
+            *outcome_lines(report),
+            *further_lines,
+        ]
+        print_wrapped(*late_and_outcome_lines, *copy_user_modules(session.run, keeps_existing=True))
 
 
 # Names, and ranks, that a line has at most.
@@ -56,18 +69,18 @@ _MOST_NAMES = 6
 _MOST_RANKS = 8
 
 
-def plan_lines(report: EngineReport) -> list[str]:
+def plan_lines(engine_report: EngineReport) -> list[str]:
     """Return the plan of the run, with each part that replaces another."""
-    engine = report.engine
-    optimizer = report.optimizer
-    fp16 = report.fp16_optimizer
-    whole = report.trained_parameters == report.parameters
-    trained = "" if whole else f"{report.trained_parameters:,} trained of "
+    engine = engine_report.engine
+    optimizer = engine_report.optimizer
+    fp16 = engine_report.fp16_optimizer
+    all_are_trained = engine_report.trained_parameters == engine_report.parameters
+    trained = "" if all_are_trained else f"{engine_report.trained_parameters:,} trained of "
     lines = [
-        f"engine {engine.used} on {report.device}, {report.precision}, "
-        f"{trained}{report.parameters:,} parameters, "
-        f"{count_with_noun(report.ranks, 'rank')} x {count_with_noun(report.threads_per_rank, 'thread')}"
-        + ("" if report.sharding == "none" else f", sharding: {report.sharding}")
+        f"engine {engine.used} on {engine_report.device}, {engine_report.precision}, "
+        f"{trained}{engine_report.parameters:,} parameters, "
+        f"{count_with_noun(engine_report.ranks, 'rank')} x {count_with_noun(engine_report.threads_per_rank, 'thread')}"
+        + ("" if engine_report.sharding == "none" else f", sharding: {engine_report.sharding}")
     ]
     if engine.fallback_reason:
         lines.append(
@@ -75,28 +88,30 @@ def plan_lines(report: EngineReport) -> list[str]:
             f"{engine.fallback_reason}"
         )
     lines += [
-        *_matmul_precision(report),
-        *_chunked_loss(report.chunked_loss),
-        *_settings(report.onnxruntime),
+        *_matmul_precision_lines(engine_report),
+        *_chunked_loss_lines(engine_report.chunked_loss),
+        *_engine_setting_lines(engine_report.onnxruntime),
     ]
-    lines += _binding(report.binding)
+    lines += _binding_lines(engine_report.binding)
     if optimizer.why:
         lines.append(f"optimizer: {optimizer.used} in place of {optimizer.asked}: {optimizer.why}")
-    lines += _groups(optimizer.groups)
+    lines += _parameter_group_table(optimizer.groups)
     if fp16.applied:
-        why = f" ({fp16.why})" if fp16.why else ""
-        lines.append(f"FP16_Optimizer: {fp16.by}'s, overflow check and norm in one pass{why}")
-    elif report.sharding.startswith("DeepSpeed"):
+        fp16_reason = f" ({fp16.why})" if fp16.why else ""
+        lines.append(
+            f"FP16_Optimizer: {fp16.by}'s, overflow check and norm in one pass{fp16_reason}"
+        )
+    elif engine_report.sharding.startswith("DeepSpeed"):
         lines.append(f"FP16_Optimizer: not applied: {fp16.why}")
     return lines
 
 
-def _short(name: str) -> str:
+def _shortened_name(name: str) -> str:
     # A line has at most 100 columns.
     return name if len(name) <= 48 else f"...{name[-45:]}"
 
 
-def _groups(groups: Sequence[OptimizerGroup]) -> list[str]:
+def _parameter_group_table(groups: Sequence[OptimizerGroup]) -> list[str]:
     """Return a table of the parameter groups, if the trained ones differ in more than decay."""
     kinds = {(group.optimizer, group.learning_rate) for group in groups if group.optimizer}
     if len(kinds) < 2:
@@ -109,155 +124,184 @@ def _groups(groups: Sequence[OptimizerGroup]) -> list[str]:
             f"{group.weight_decay:g}" if group.optimizer else "",
             f"{len(group.parameters):,}",
             f"{group.values:,}",
-            _short(group.parameters[0]),
+            _shortened_name(group.parameters[0]),
         )
         for group in groups
     ]
     return align_columns(rows)
 
 
-def _matmul_precision(report: EngineReport) -> list[str]:
+def _matmul_precision_lines(engine_report: EngineReport) -> list[str]:
     """Return the format of float32 matmuls, if one was chosen."""
-    found = report.matmul_precision
-    if found.onednn:
+    precision_report = engine_report.matmul_precision
+    if precision_report.onednn:
         return [
             "matmul in float32 by oneDNN, which is faster than MKL on this processor (engine.onednn)"
         ]
-    if found.asked == "highest":
+    if precision_report.asked == "highest":
         return []
-    nothing = found.gains_nothing
+    no_gain_reason = precision_report.gains_nothing
     # On a CPU the setting applies to torch's matmuls only, not to ONNX Runtime's own.
-    graph = report.onnxruntime and report.onnxruntime.training_graph
-    if graph and report.device == "cpu" and not products_called(graph):
-        nothing = (
-            nothing
+    graph = engine_report.onnxruntime and engine_report.onnxruntime.training_graph
+    if graph and engine_report.device == "cpu" and not torch_matmul_count(graph):
+        no_gain_reason = (
+            no_gain_reason
             or "torch computes no matmul of ONNX Runtime's graph, because every weight is "
             "smaller than 256 x 256"
         )
-    result = f"no effect: {nothing}" if nothing else f"matmul of float32 in {found.format}"
-    return [f"matmul_precision {found.asked}: {result}"]
-
-
-def _binding(found: Binding | None) -> list[str]:
-    """Return the cores of the ranks, if they are bound or a binding was requested."""
-    if found is None or (found.used == "none" and found.asked in ("auto", "none")):
-        return []
-    if found.used == "none":
-        return [f"binding {found.asked}: not bound: {found.why}"]
-    ranks = ", ".join(
-        f"rank {rank} on cores {cores}" for rank, cores in enumerate(found.cores[:_MOST_RANKS])
+    result = (
+        f"no effect: {no_gain_reason}"
+        if no_gain_reason
+        else f"matmul of float32 in {precision_report.format}"
     )
-    more = f" and {len(found.cores) - _MOST_RANKS} more" if len(found.cores) > _MOST_RANKS else ""
-    return [f"binding {found.used}: {ranks}{more}"]
+    return [f"matmul_precision {precision_report.asked}: {result}"]
 
 
-def _chunked_loss(found: ChunkedLoss) -> list[str]:
+def _binding_lines(binding_report: Binding | None) -> list[str]:
+    """Return the cores of the ranks, if they are bound or a binding was requested."""
+    if binding_report is None or (
+        binding_report.used == "none" and binding_report.asked in ("auto", "none")
+    ):
+        return []
+    if binding_report.used == "none":
+        return [f"binding {binding_report.asked}: not bound: {binding_report.why}"]
+    ranks = ", ".join(
+        f"rank {rank} on cores {cores}"
+        for rank, cores in enumerate(binding_report.cores[:_MOST_RANKS])
+    )
+    more = (
+        f" and {len(binding_report.cores) - _MOST_RANKS} more"
+        if len(binding_report.cores) > _MOST_RANKS
+        else ""
+    )
+    return [f"binding {binding_report.used}: {ranks}{more}"]
+
+
+def _chunked_loss_lines(chunked_loss: ChunkedLoss) -> list[str]:
     """Return whether head and loss run in chunks; nothing if neither requested nor used."""
-    if found.rows:
+    if chunked_loss.rows:
         return [
-            f"chunked_loss {found.asked}: output layer and loss in chunks of {found.rows} "
+            f"chunked_loss {chunked_loss.asked}: output layer and loss in chunks of {chunked_loss.rows} "
             "labelled rows"
         ]
     return (
         []
-        if found.asked in ("auto", "off")
-        else [f"chunked_loss {found.asked}: not applied: {found.why}"]
+        if chunked_loss.asked in ("auto", "off")
+        else [f"chunked_loss {chunked_loss.asked}: not applied: {chunked_loss.why}"]
     )
 
 
-def products_called(graph: GraphReport) -> int:
+def torch_matmul_count(graph: GraphReport) -> int:
     """Return the number of matmuls for which ONNX Runtime's graph calls torch."""
     return sum(graph.aten.get(name, 0) for name in ("linear", "matmul", "tensordot"))
 
 
-def _settings(ort: OnnxRuntime | None) -> list[str]:
+def _engine_setting_lines(ort_report: OnnxRuntime | None) -> list[str]:
     """Return the settings of engine ort that differ from their defaults.
 
     They include the decision on the copy before the export, where the recipe leaves it open.
     """
-    if ort is None:
+    if ort_report is None:
         return []
     lines = []
-    if ort.settings:
+    if ort_report.settings:
         lines.append(
             "settings: "
-            + ", ".join(f"{name}: {json.dumps(value)}" for name, value in ort.settings.items())
+            + ", ".join(
+                f"{name}: {json.dumps(value)}" for name, value in ort_report.settings.items()
+            )
         )
-    copy = ort.deepcopy_before_export
-    if copy and not copy.used and "deepcopy_before_export" not in ort.settings:
+    copy = ort_report.deepcopy_before_export
+    if copy and not copy.used and "deepcopy_before_export" not in ort_report.settings:
         lines.append(
             f"deepcopy_before_export: off, for twice the parameters ({copy.parameter_bytes:,} "
             f"bytes) would not fit into the free memory ({copy.free_bytes:,} bytes, by "
             f"{copy.limit}); forward passes of the export may change buffers"
         )
-    if ort.variables:
+    if ort_report.variables:
         lines.append(
             "from the environment: "
-            + ", ".join(f"{key}={text}" for key, text in ort.variables.items())
+            + ", ".join(f"{key}={text}" for key, text in ort_report.variables.items())
         )
     return lines
 
 
-def late_notes(report: EngineReport, told: Collection[str]) -> list[str]:
+def late_notes(engine_report: EngineReport, shown_notes: Collection[str]) -> list[str]:
     """Return notes that were raised after step 1, such as one on another export."""
     return [
         note
-        for note in (report.onnxruntime.notes if report.onnxruntime else ())
-        if note not in told
+        for note in (engine_report.onnxruntime.notes if engine_report.onnxruntime else ())
+        if note not in shown_notes
     ]
 
 
-def outcome_lines(report: EngineReport) -> list[str]:
+def outcome_lines(engine_report: EngineReport) -> list[str]:
     """Return lines on the engine that ran."""
     # ONNX Runtime counts the passes of its own module, of which there are none.
-    if report.engine.fallback:
-        optimizer = f"optimizer {report.optimizer.used}"
-        return [f"ran on engine {report.engine.used}: {report.engine.fallback}", optimizer]
-    ort = report.onnxruntime
-    if report.inductor:
-        graphs = report.inductor.graphs
-        breaks = report.inductor.graph_breaks
+    if engine_report.engine.fallback:
+        optimizer = f"optimizer {engine_report.optimizer.used}"
+        return [
+            f"ran on engine {engine_report.engine.used}: {engine_report.engine.fallback}",
+            optimizer,
+        ]
+    ort_report = engine_report.onnxruntime
+    if engine_report.inductor:
+        graphs = engine_report.inductor.graphs
+        breaks = engine_report.inductor.graph_breaks
         return [
             f"ran on engine inductor: {graphs} graphs compiled, {breaks} graph breaks on rank 0"
         ]
-    if not ort:
-        return [f"ran on engine {report.engine.used}"]
+    if not ort_report:
+        return [f"ran on engine {engine_report.engine.used}"]
     passes = (
-        f"{ort.forward_passes} forward, {ort.backward_passes} backward passes "
+        f"{ort_report.forward_passes} forward, {ort_report.backward_passes} backward passes "
         "by ONNX Runtime on rank 0"
     )
-    ran = f"ran on engine {report.engine.used}: {passes}, {count_with_noun(ort.fallbacks, 'fallback')}"
-    return [ran, *_graph(ort), f"optimizer {report.optimizer.used}", *_torch(ort)]
-
-
-def _torch(ort: OnnxRuntime) -> list[str]:
-    """Return the torch calls inside the graph, with advice if they took most of the time."""
-    if not ort.torch_calls:
-        return []
-    # The slowest first.
-    slowest = sorted(ort.torch_calls.items(), key=lambda item: -item[1].seconds)
-    names = ", ".join(f"{name} ({calls.forward} calls)" for name, calls in slowest[:_MOST_NAMES])
-    more = f" and {len(slowest) - _MOST_NAMES} more" if len(slowest) > _MOST_NAMES else ""
-    advice = "; another engine may be faster: try engine.name=auto" if ort.torch_share > 0.5 else ""
+    ran = f"ran on engine {engine_report.engine.used}: {passes}, {count_with_noun(ort_report.fallbacks, 'fallback')}"
     return [
-        f"torch inside the graph: {names}{more}; {ort.torch_share:.0%} of the passes' time{advice}"
+        ran,
+        *_graph_lines(ort_report),
+        f"optimizer {engine_report.optimizer.used}",
+        *_torch_call_lines(ort_report),
     ]
 
 
-def _graph(ort: OnnxRuntime) -> list[str]:
+def _torch_call_lines(ort_report: OnnxRuntime) -> list[str]:
+    """Return the torch calls inside the graph, with advice if they took most of the time."""
+    if not ort_report.torch_calls:
+        return []
+    # The slowest first.
+    slowest = sorted(ort_report.torch_calls.items(), key=lambda item: -item[1].seconds)
+    names = ", ".join(f"{name} ({calls.forward} calls)" for name, calls in slowest[:_MOST_NAMES])
+    more = f" and {len(slowest) - _MOST_NAMES} more" if len(slowest) > _MOST_NAMES else ""
+    advice = (
+        "; another engine may be faster: try engine.name=auto"
+        if ort_report.torch_share > 0.5
+        else ""
+    )
+    return [
+        f"torch inside the graph: {names}{more}; {ort_report.torch_share:.0%} of the passes' time{advice}"
+    ]
+
+
+def _graph_lines(ort_report: OnnxRuntime) -> list[str]:
     """Return the content of one forward and backward pass; nothing if no graph was built."""
-    graph = ort.training_graph
+    graph = ort_report.training_graph
     if graph is None:
         return []
     nodes = graph.forward_nodes + (graph.backward_nodes or 0)
     calls = ((graph.aten, "torch operators (ATen)"), (graph.python, "Python functions (PythonOp)"))
-    inside = [f"{sum(found.values())} {noun}" for found, noun in calls if found]
+    inside = [
+        f"{sum(count_by_operator.values())} {noun}"
+        for count_by_operator, noun in calls
+        if count_by_operator
+    ]
     inside += [
         f"{n} nodes on {name}"
         for name, n in graph.nodes_by_provider.items()
         if name != graph.provider
     ]
-    amid = f", with {', '.join(inside)}" if inside else ""
+    other_nodes_text = f", with {', '.join(inside)}" if inside else ""
     return [
-        f"  {count_with_noun(ort.exports, 'export')}; the graph of a step has {nodes} nodes{amid}"
+        f"  {count_with_noun(ort_report.exports, 'export')}; the graph of a step has {nodes} nodes{other_nodes_text}"
     ]

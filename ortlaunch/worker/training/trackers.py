@@ -30,19 +30,19 @@ class Tracker(Protocol):
     def log(self, step: int, values: dict[str, float]) -> None:
         """Send the values of one step."""
 
-    def close(self, failed: bool) -> None:
-        """Send all that is left; `failed` marks a training that did not reach its end."""
+    def close(self, has_failed: bool) -> None:
+        """Send all that is left; `has_other_rank_ended` marks a training that did not reach its end."""
 
 
-class Beside:
+class MirrorTracker:
     """A tracker in its own thread."""
 
     def __init__(self, name: str, recipe: Recipe, run: RunDir, first_step: int) -> None:
         self.name = name
-        self._said = queue.SimpleQueue[Any]()
+        self._queued_values = queue.SimpleQueue[Any]()
         # A daemon thread: a server that hangs must not keep the process alive.
         self._thread = threading.Thread(
-            target=self._live, args=(recipe, run, first_step), daemon=True
+            target=self._run_tracker, args=(recipe, run, first_step), daemon=True
         )
         self._thread.start()
 
@@ -50,11 +50,11 @@ class Beside:
         """Queue the values of a step, without waiting."""
         # Trackers accept numbers only.
         numbers = {name: value for name, value in values.items() if isinstance(value, (int, float))}
-        self._said.put((step, numbers))
+        self._queued_values.put((step, numbers))
 
-    def close(self, failed: bool) -> None:
+    def close(self, has_failed: bool) -> None:
         """Wait for the tracker, for a limited time."""
-        self._said.put(failed)
+        self._queued_values.put(has_failed)
         self._thread.join(_LEAVE_SECONDS)
         if self._thread.is_alive():
             print(
@@ -62,18 +62,18 @@ class Beside:
                 f"{_LEAVE_SECONDS:.0f} s; metrics.jsonl has all values"
             )
 
-    def _live(self, recipe: Recipe, run: RunDir, first_step: int) -> None:
+    def _run_tracker(self, recipe: Recipe, run: RunDir, first_step: int) -> None:
         try:
             tracker = TRACKERS[self.name](recipe, run, first_step)
             # close() puts a bool into the queue, as the last item.
-            while not isinstance(said := self._said.get(), bool):
-                tracker.log(*said)
-            tracker.close(said)
+            while not isinstance(queued_item := self._queued_values.get(), bool):
+                tracker.log(*queued_item)
+            tracker.close(queued_item)
         # A tracker's library may raise anything, and some call sys.exit.
         except (Exception, SystemExit) as error:
-            why = str(error).strip().splitlines() or [""]
+            message_lines = str(error).strip().splitlines() or [""]
             print(
-                f"log.trackers: {self.name} FAILED, {type(error).__name__}: {why[0]}; training "
+                f"log.trackers: {self.name} FAILED, {type(error).__name__}: {message_lines[0]}; training "
                 "continues without it, and metrics.jsonl has all values",
                 flush=True,
             )
@@ -96,12 +96,12 @@ class TensorBoard:
     def log(self, step: int, values: dict[str, float]) -> None:
         for name, value in values.items():
             # Hugging Face's Trainer names the groups so.
-            held_out = name.startswith("evaluation_")
+            is_evaluation = name.startswith("evaluation_")
             self._board.add_scalar(
-                f"eval/{name[11:]}" if held_out else f"train/{name}", value, step
+                f"eval/{name[11:]}" if is_evaluation else f"train/{name}", value, step
             )
 
-    def close(self, failed: bool) -> None:
+    def close(self, has_failed: bool) -> None:
         self._board.close()
 
 
@@ -118,11 +118,11 @@ class WeightsAndBiases:
         self._run = wandb.init(
             project=recipe.log.project or recipe.name,
             name=run.path.name,
-            id=_kept(run.trackers / "wandb_id", lambda: os.urandom(6).hex()),
+            id=_load_or_create_id(run.trackers / "wandb_id", lambda: os.urandom(6).hex()),
             # Continue the run of this id if it exists.
             resume="allow",
             dir=str(run.trackers),
-            config=_settings(recipe),
+            config=_recipe_without_secrets(recipe),
             settings=wandb.Settings(silent=True, console="off"),
         )
         self._run.define_metric("step")
@@ -132,8 +132,8 @@ class WeightsAndBiases:
     def log(self, step: int, values: dict[str, float]) -> None:
         self._run.log({"step": step, **values})
 
-    def close(self, failed: bool) -> None:
-        self._run.finish(exit_code=int(failed))
+    def close(self, has_failed: bool) -> None:
+        self._run.finish(exit_code=int(has_failed))
 
 
 class Mlflow:
@@ -143,42 +143,52 @@ class Mlflow:
     """
 
     def __init__(self, recipe: Recipe, run: RunDir, first_step: int) -> None:
-        place = os.environ.get("MLFLOW_TRACKING_URI")
-        if place is None:
+        tracking_uri = os.environ.get("MLFLOW_TRACKING_URI")
+        if tracking_uri is None:
             # MLflow refuses plain files by default, in favour of a database.
             os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
         from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
 
-        self._client = MlflowClient(place or (run.trackers / "mlruns").absolute().as_uri())
-        self._run = _kept(run.trackers / "mlflow_id", lambda: self._begun(recipe, run))
+        self._client = MlflowClient(tracking_uri or (run.trackers / "mlruns").absolute().as_uri())
+        self._run = _load_or_create_id(
+            run.trackers / "mlflow_id", lambda: self._create_mlflow_run(recipe, run)
+        )
         self._client.update_run(self._run, "RUNNING")
         if first_step == 0:
             # Some versions of MLflow limit a parameter's value to 500 characters.
-            settings = {f"{name}": str(value)[:500] for name, value in leaves(_settings(recipe))}
+            settings = {
+                f"{name}": str(value)[:500]
+                for name, value in leaves(_recipe_without_secrets(recipe))
+            }
             # MLflow refuses another value for a parameter that an earlier start has set.
             with contextlib.suppress(Exception):
                 self._client.log_batch(
                     self._run, params=[Param(*item) for item in settings.items()]
                 )
 
-    def _begun(self, recipe: Recipe, run: RunDir) -> str:
+    def _create_mlflow_run(self, recipe: Recipe, run: RunDir) -> str:
         name = recipe.log.project or recipe.name
-        there = self._client.get_experiment_by_name(name)
-        experiment = there.experiment_id if there else self._client.create_experiment(name)
+        existing_experiment = self._client.get_experiment_by_name(name)
+        experiment = (
+            existing_experiment.experiment_id
+            if existing_experiment
+            else self._client.create_experiment(name)
+        )
         return str(self._client.create_run(experiment, run_name=run.path.name).info.run_id)
 
     def log(self, step: int, values: dict[str, float]) -> None:
         from mlflow.entities import Metric
 
         # Milliseconds since the epoch.
-        now = int(time.time() * 1000)
+        timestamp_ms = int(time.time() * 1000)
         self._client.log_batch(
-            self._run, metrics=[Metric(name, value, now, step) for name, value in values.items()]
+            self._run,
+            metrics=[Metric(name, value, timestamp_ms, step) for name, value in values.items()],
         )
 
-    def close(self, failed: bool) -> None:
-        self._client.set_terminated(self._run, "FAILED" if failed else "FINISHED")
+    def close(self, has_failed: bool) -> None:
+        self._client.set_terminated(self._run, "FAILED" if has_failed else "FINISHED")
 
 
 TRACKERS: dict[str, Callable[[Recipe, RunDir, int], Tracker]] = {
@@ -188,16 +198,16 @@ TRACKERS: dict[str, Callable[[Recipe, RunDir, int], Tracker]] = {
 }
 
 
-def _kept(path: Path, make: Callable[[], str]) -> str:
+def _load_or_create_id(id_path: Path, create_id: Callable[[], str]) -> str:
     """Return the id in this file; the first start in a run folder makes and stores it."""
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text_atomically(path, make())
-    return path.read_text(encoding="utf-8")
+    if not id_path.exists():
+        id_path.parent.mkdir(parents=True, exist_ok=True)
+        write_text_atomically(id_path, create_id())
+    return id_path.read_text(encoding="utf-8")
 
 
-def _settings(recipe: Recipe) -> Json:
+def _recipe_without_secrets(recipe: Recipe) -> Json:
     """Return the recipe without the values of environment variables, which may be secrets."""
-    whole = recipe.model_dump(mode="json")
-    whole["launch"]["env"] = sorted(whole["launch"]["env"])
-    return whole
+    settings = recipe.model_dump(mode="json")
+    settings["launch"]["env"] = sorted(settings["launch"]["env"])
+    return settings

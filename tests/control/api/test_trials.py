@@ -47,7 +47,7 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., li
             run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
             return SimpleNamespace(poll=lambda: status, wait=int, terminate=int)
 
-        monkeypatch.setattr(trials, "start", start)
+        monkeypatch.setattr(trials, "start_or_queue_trial", start)
         verdict = SimpleNamespace(job=SimpleNamespace(verdict="ran out of luck\nmore"))
         made = lambda path: SimpleNamespace(path=path, status=lambda: verdict)  # noqa: E731
         monkeypatch.setattr(trials, "Run", made)
@@ -157,7 +157,7 @@ def test_a_pruned_trial(planted: Any) -> None:
 def test_a_trial_is_pruned_while_it_runs(planted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A running trial with a bad evaluation is requested to stop, and its end counts as pruned."""
     planted(lambda run, start: (85 * int(run.path.name), [1.0 + int(run.path.name)]))
-    plant = trials.start
+    plant = trials.start_or_queue_trial
     stopped = list[str]()
 
     def start(*arguments: Any) -> Any:
@@ -166,7 +166,7 @@ def test_a_trial_is_pruned_while_it_runs(planted: Any, monkeypatch: pytest.Monke
         process.poll = lambda: codes.pop(0) if len(codes) > 1 else codes[0]
         return process
 
-    monkeypatch.setattr(trials, "start", start)
+    monkeypatch.setattr(trials, "start_or_queue_trial", start)
     monkeypatch.setattr(
         trials.requests, "stop", lambda run, wait, by: stopped.append(f"{run.path.name} by {by}")
     )
@@ -228,7 +228,7 @@ def test_refusals(planted: Any, tmp_path: Path) -> None:
 def shares(parallel: int, environ: dict[str, str], **launch: Any) -> list[Any]:
     """Return the variables of each trial at the same time."""
     made = recipe(**swept(parallel=parallel), launch=launch)
-    found = trial_starts.shares(made, LaunchOptions(), environ)
+    found = trial_starts.shares_of_machine(made, LaunchOptions(), environ)
     return [one.environ for one in found]
 
 
@@ -255,7 +255,7 @@ def test_shares_of_hosts(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text("a slots=2\nme@b slots=2\n[::1] slots=1\nc slots=2\nd slots=2\n")
     options = LaunchOptions(hostfile=str(file), exclude="c@b:0")
-    found = trial_starts.shares(recipe(**swept(parallel=2)), options)
+    found = trial_starts.shares_of_machine(recipe(**swept(parallel=2)), options)
     assert [one.options.include for one in found] == ["a:0,1@b:1", "[::1]:0@d:0,1"]
     hosts = parse_hostfile(file.read_text(), "hosts").hosts
     assert select(hosts, found[0].options.include) == (hosts[0], Host("me@b", 1, (1,)))

@@ -15,7 +15,7 @@ from ortlaunch.launch import failure
 from ortlaunch.launch.attempts import move_logs_and_errors_to_attempt
 from ortlaunch.launch.failure import RunEnd, classify_run_end
 from ortlaunch.run_folder.folder import RunDir, write_json_atomically, write_text_atomically
-from ortlaunch.worker.supervision.surroundings import Surroundings
+from ortlaunch.worker.supervision.surroundings import RunSurroundings
 from tests.makers import host, plan, recipe
 
 TRACEBACK = "Traceback (most recent call last):\n  ...\nValueError: planted\n"
@@ -423,14 +423,14 @@ def test_a_failure_of_another_rank_is_seen_without_a_listing(tmp_path: Path) -> 
     # On a full disk no record can be counted, so the files are listed.
     run = RunDir(tmp_path / "run")
     other = RunDir(tmp_path / "full")
-    found = [Surroundings(run, 1).has_failed()]
+    found = [RunSurroundings(run, 1).has_other_rank_ended()]
     for rank in (1, 0):
         run.count_error_record(rank)
-        found.append(Surroundings(run, 1).has_failed())
+        found.append(RunSurroundings(run, 1).has_other_rank_ended())
     assert found == [False, False, True]
     write_text_atomically(other.accounts, "")
     write_text_atomically(other.rank_error_path(0), "")
-    assert [Surroundings(other, rank).has_failed() for rank in (0, 1)] == [False, True]
+    assert [RunSurroundings(other, rank).has_other_rank_ended() for rank in (0, 1)] == [False, True]
 
 
 def test_a_rank_that_comes_back_after_a_restart(run: RunDir) -> None:

@@ -439,7 +439,9 @@ def test_a_job_on_another_machine_keeps_paths_as_typed() -> None:
         )
     )
     paths = {
-        name: Submission.of("recipe.yaml", (), name, None).resolved.file.recipe.data.train.path
+        name: Submission.resolve_for_scheduler(
+            "recipe.yaml", (), name, None
+        ).resolved.file.recipe.data.train.path
         for name in ("slurm", "kubernetes")
     }
     assert paths == {"slurm": (str(Path.cwd() / "a.txt"),), "kubernetes": ("a.txt",)}

@@ -21,7 +21,7 @@ from ortlaunch.ortmodule.build import cuda_kernels
 from ortlaunch.ortmodule.graph_repairs import bfloat16
 from ortlaunch.ortmodule.module import import_repaired
 from ortlaunch.ortmodule.torch_in_graph import torch_kernels
-from ortlaunch.worker.engine.engine import cast_parameters
+from ortlaunch.worker.engine.engine import cast_parameters_in_place
 from tests.ort import needs_ort
 from tests.ortmodule.modules import manager_of, wrapped
 from tests.ortmodule.tracing.test_half import Bert, Llama
@@ -126,7 +126,7 @@ def test_every_node_has_a_cuda_kernel(
 ) -> None:
     """Every node but computations of sizes has a kernel for its types; no integers are padded."""
     model = kind()
-    cast_parameters(model, getattr(torch, dtype))
+    cast_parameters_in_place(model, getattr(torch, dtype))
     graph = Graph(monkeypatch).of(model, IDS, FIRST)
     if dtype == "bfloat16":
         before = without_kernel(graph)
@@ -164,7 +164,7 @@ def test_bfloat16_is_completed_to_eagers(built: None, monkeypatch: pytest.Monkey
     ours = copy.deepcopy(exact)
     half = copy.deepcopy(exact)
     for model in (ours, half):
-        cast_parameters(model, torch.bfloat16)
+        cast_parameters_in_place(model, torch.bfloat16)
     module = wrapped(ours)
     monkeypatch.setattr(owner(TRAINING), "_build_graph", completing)
     # Compared with float32: ORT's error may be 1.2 times that of eager bfloat16.

@@ -279,7 +279,7 @@ def told(made: Any, used: str, optimizer: Any) -> tuple[dict[str, Any], list[str
     if optimizer is not None:
         stepper = object.__new__(DeepSpeedStepper)
         stepper.engine = types.SimpleNamespace(optimizer=optimizer)
-    fp16 = engine._fp16_optimizer(
+    fp16 = engine._install_fused_norm(
         made, used, stepper, DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
     )
     sharding = f"DeepSpeed ZeRO {made.zero.stage}" if made.zero else "none"

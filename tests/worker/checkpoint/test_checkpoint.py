@@ -22,7 +22,7 @@ from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.run_folder.held import hold_checkpoint, is_checkpoint_held
 from ortlaunch.worker import checkpoint
 from ortlaunch.worker.checkpoint import transaction
-from ortlaunch.worker.checkpoint.saving import prune
+from ortlaunch.worker.checkpoint.saving import remove_old_checkpoints_and_exports
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
 GROUP: Any = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
@@ -38,7 +38,7 @@ class Writer:
     def named_state(self) -> Writer:
         return self
 
-    def write(self, folder: Path) -> dict[str, Any]:
+    def write_files(self, folder: Path) -> dict[str, Any]:
         (folder / "part").mkdir()
         (folder / "part" / "weights").write_text("12345")
         if self.fails:
@@ -56,12 +56,14 @@ def take(writer: Writer, state: dict[str, Any], group: DistributedContext) -> Wr
 @pytest.fixture(autouse=True)
 def writers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a Writer write all checkpoints."""
-    monkeypatch.setattr(transaction, "take", take)
+    monkeypatch.setattr(transaction, "rank_snapshot", take)
 
 
 def save(run: RunDir, step: int, fails: bool = False) -> Path:
     stepper: Any = Writer(fails)
-    return checkpoint.save(run, {}, GROUP, stepper, step, {"step": step, "samples": 8 * step})
+    return checkpoint.save_checkpoint(
+        run, {}, GROUP, stepper, step, {"step": step, "samples": 8 * step}
+    )
 
 
 def test_a_checkpoint_names_its_files(tmp_path: Path) -> None:
@@ -79,7 +81,7 @@ def test_a_checkpoint_names_its_files(tmp_path: Path) -> None:
 def test_the_newest_whole_one_is_found(tmp_path: Path) -> None:
     """Steps are compared as numbers; a folder without COMPLETE, or with another name, is none."""
     run = RunDir(tmp_path)
-    assert checkpoint.newest(run) is None
+    assert checkpoint.newest_checkpoint(run) is None
     for step in (9, 100_000_000, 20):
         save(run, step)
     with pytest.raises(
@@ -89,7 +91,7 @@ def test_the_newest_whole_one_is_found(tmp_path: Path) -> None:
     # A user's own folder.
     (run.checkpoints / "mine").mkdir()
     (run.checkpoints / "mine" / "COMPLETE").touch()
-    found = checkpoint.newest(run)
+    found = checkpoint.newest_checkpoint(run)
     assert found is not None
     assert found == (100_000_000, run.checkpoint_folder(100_000_000))
 
@@ -98,10 +100,10 @@ def test_all_ranks_take_the_one_that_rank_0_sees(tmp_path: Path) -> None:
     """All ranks use the checkpoint that rank 0 sees, also if a shared disk shows an older one."""
     run = RunDir(tmp_path)
     other: Any = SimpleNamespace(gather=lambda mine: [[4, "step_00000004"], mine])
-    assert checkpoint.newest_of_all(run, other) == (4, run.checkpoint_folder(4))
+    assert checkpoint.agreed_newest_checkpoint(run, other) == (4, run.checkpoint_folder(4))
     save(run, 2)
-    assert checkpoint.newest_of_all(run, other) == (4, run.checkpoint_folder(4))
-    assert checkpoint.newest_of_all(run, GROUP) == (2, run.checkpoint_folder(2))
+    assert checkpoint.agreed_newest_checkpoint(run, other) == (4, run.checkpoint_folder(4))
+    assert checkpoint.agreed_newest_checkpoint(run, GROUP) == (2, run.checkpoint_folder(2))
 
 
 def test_what_was_half_written_is_written_anew(tmp_path: Path) -> None:
@@ -166,11 +168,11 @@ def test_a_damaged_one_is_set_aside(
     run = RunDir(tmp_path)
     for step in (10, 20, 30):
         save(run, step)
-    checkpoint.set_aside_damaged(run, GROUP)
+    checkpoint.ensure_newest_intact(run, GROUP)
     assert capsys.readouterr().out == ""
     damage(run.checkpoint_folder(30) / file)
-    checkpoint.set_aside_damaged(run, GROUP)
-    assert checkpoint.newest(run) == (20, run.checkpoint_folder(20))
+    checkpoint.ensure_newest_intact(run, GROUP)
+    assert checkpoint.newest_checkpoint(run) == (20, run.checkpoint_folder(20))
     said = capsys.readouterr().out
     assert said.startswith(f"{run.checkpoint_folder(30)} is damaged: {wrong}")
     assert (run.checkpoints / "step_00000030.broken").is_dir()
@@ -185,13 +187,13 @@ def test_nothing_begins_anew_by_itself(tmp_path: Path) -> None:
         CheckpointError,
         match=r"(?s)00020 is damaged.*00010 is damaged.*No complete checkpoint is left",
     ):
-        checkpoint.set_aside_damaged(run, GROUP)
+        checkpoint.ensure_newest_intact(run, GROUP)
     with pytest.raises(
         CheckpointError,
         match=r"No complete checkpoint is left in .*00010.broken, step_00000020.broken",
     ):
         # A second start, as a scheduler makes it.
-        checkpoint.set_aside_damaged(run, GROUP)
+        checkpoint.ensure_newest_intact(run, GROUP)
 
 
 @pytest.mark.parametrize("name", ["part/weights", "manifest.json", "COMPLETE"])
@@ -214,7 +216,7 @@ def test_an_error_of_reading_is_no_damage(
     with pytest.raises(
         CheckpointError, match=r"could not be read, and was not changed: .*Stale file handle"
     ):
-        checkpoint.set_aside_damaged(run, GROUP)
+        checkpoint.ensure_newest_intact(run, GROUP)
     monkeypatch.undo()
     assert [step for step, _ in run.complete_checkpoints()] == [10, 20]
 
@@ -244,7 +246,7 @@ def test_a_whole_one_that_was_set_aside_is_taken_back(
         folder.rename(f"{folder}.broken")
     # The newest one is really damaged.
     flip(run.checkpoints / "step_200000000.broken" / "state")
-    checkpoint.set_aside_damaged(run, GROUP)
+    checkpoint.ensure_newest_intact(run, GROUP)
     assert run.complete_checkpoints() == [(100_000_000, run.checkpoint_folder(100_000_000))]
     assert "is intact when read again: renamed back to step_100000000\n" in capsys.readouterr().out
 
@@ -261,10 +263,10 @@ def test_one_that_a_command_reads_is_not_pruned(tmp_path: Path) -> None:
         assert step == 2
         for later in (3, 4):
             save(run, later)
-            prune(run, 1, None)
+            remove_old_checkpoints_and_exports(run, 1, None)
         assert [step for step, _ in run.complete_checkpoints()] == [2, 4]
         assert is_checkpoint_held(run.checkpoint_folder(2))
-    prune(run, 1, None)
+    remove_old_checkpoints_and_exports(run, 1, None)
     assert [step for step, _ in run.complete_checkpoints()] == [4]
 
 

@@ -17,8 +17,8 @@ from torch import nn
 from ortlaunch.errors import CheckpointError
 from ortlaunch.rank import Rank
 from ortlaunch.worker.checkpoint import tensor_file
-from ortlaunch.worker.checkpoint.restore import Shards, load
-from ortlaunch.worker.checkpoint.snapshot import file_of, take
+from ortlaunch.worker.checkpoint.restore import Shards, load_checkpoint
+from ortlaunch.worker.checkpoint.snapshot import rank_file_name, rank_snapshot
 from ortlaunch.worker.engine.lamb import Lamb
 from ortlaunch.worker.engine.stepping import TorchStepper
 from ortlaunch.worker.model.named_state import NamedState, ParameterRange
@@ -49,7 +49,7 @@ def train(trained: TorchStepper, steps: int = 2) -> None:
     for step in range(steps):
         x = torch.randn(4, 2, generator=torch.Generator().manual_seed(step))
         trained.model(x).sum().backward()
-        trained.apply(0.1)
+        trained.clip_and_step(0.1)
 
 
 def save(
@@ -57,11 +57,11 @@ def save(
 ) -> None:
     """Save as this many ranks with the same state would."""
     for rank in range(ranks):
-        take(
+        rank_snapshot(
             named,
             state or {},
             DistributedContext(Rank(rank, ranks, rank, ranks), torch.device("cpu")),
-        ).write(folder)
+        ).write_files(folder)
 
 
 def same(one: TorchStepper, other: TorchStepper) -> bool:
@@ -79,7 +79,10 @@ def test_a_training_goes_on(optimizer: str, ranks: int, tmp_path: Path) -> None:
     second = stepper(net(), optimizer)
     train(first)
     save(first.named_state(), tmp_path, ranks, {"step": 3, "learning_rate": 0.1})
-    assert load(tmp_path, second.named_state(), ALONE) == {"step": 3, "learning_rate": 0.1}
+    assert load_checkpoint(tmp_path, second.named_state(), ALONE) == {
+        "step": 3,
+        "learning_rate": 0.1,
+    }
     assert same(first, second)
     for one in (first, second):
         train(one)
@@ -93,10 +96,10 @@ def test_a_copy_is_of_its_moment(tmp_path: Path) -> None:
     later = stepper(net())
     for one in (first, later):
         train(one)
-    taken = take(later.named_state(), {}, ALONE).copied()
+    taken = rank_snapshot(later.named_state(), {}, ALONE).copy_to_host()
     train(later)
-    taken.write(tmp_path)
-    load(tmp_path, second.named_state(), ALONE)
+    taken.write_files(tmp_path)
+    load_checkpoint(tmp_path, second.named_state(), ALONE)
     assert same(first, second)
 
 
@@ -105,7 +108,7 @@ def test_ranks_share_the_writing(tmp_path: Path) -> None:
     one = stepper(net(width=300))
     train(one)
     save(one.named_state(), tmp_path, ranks=4)
-    parts = [load_file(tmp_path / file_of(rank)) for rank in range(4)]
+    parts = [load_file(tmp_path / rank_file_name(rank)) for rank in range(4)]
     counts = [
         sum(value.numel() for key, value in part.items() if "buffer" not in key) for part in parts
     ]
@@ -128,13 +131,13 @@ def test_frozen_weights_are_not_saved(tmp_path: Path) -> None:
     second = stepper(net(frozen=True))
     train(first)
     save(first.named_state(), tmp_path)
-    names = {key.split(":")[1].split("@")[0] for key in load_file(tmp_path / file_of(0))}
+    names = {key.split(":")[1].split("@")[0] for key in load_file(tmp_path / rank_file_name(0))}
     assert names == {
         "1.weight", "1.bias", "1.running_mean", "1.running_var", "1.num_batches_tracked", "2.weight", "2.bias",
     }  # fmt: skip
     with torch.no_grad():
         second.model[0].weight.fill_(7.0)  # type: ignore[index]
-    load(tmp_path, second.named_state(), ALONE)
+    load_checkpoint(tmp_path, second.named_state(), ALONE)
     assert torch.equal(second.model[2].weight, first.model[2].weight)  # type: ignore[index]
     assert (second.model[0].weight == 7.0).all()  # type: ignore[index]
 
@@ -153,9 +156,9 @@ def test_weights_laid_out_otherwise(tmp_path: Path) -> None:
     first, second = stepper(built()), stepper(built())
     for parameter in first.model.parameters():
         parameter.grad = torch.randn_like(parameter)
-    first.apply(0.1)
+    first.clip_and_step(0.1)
     save(first.named_state(), tmp_path, ranks=2)
-    load(tmp_path, second.named_state(), ALONE)
+    load_checkpoint(tmp_path, second.named_state(), ALONE)
     assert same(first, second)
     assert second.model[0].weight.is_contiguous(memory_format=torch.channels_last)  # type: ignore[index]
 
@@ -167,14 +170,14 @@ def test_the_loss_scale_goes_on(tmp_path: Path) -> None:
         {**scale[0].scaler.state_dict(), "scale": 32.0, "_growth_tracker": 5}
     )
     save(scale[0].named_state(), tmp_path)
-    load(tmp_path, scale[1].named_state(), ALONE)
+    load_checkpoint(tmp_path, scale[1].named_state(), ALONE)
     assert scale[1].scaler.state_dict() == scale[0].scaler.state_dict()
     # DeepSpeed's scaler has other counters, so only its scale is used.
     index = json.loads((tmp_path / "index.json").read_text())
     (tmp_path / "index.json").write_text(
         json.dumps({**index, "loss_scale": {"scale": 8.0, "cur_iter": 7}})
     )
-    load(tmp_path, scale[2].named_state(), ALONE)
+    load_checkpoint(tmp_path, scale[2].named_state(), ALONE)
     assert scale[2].scaler.get_scale() == 8.0
     assert scale[2].scaler.state_dict()["_growth_tracker"] == 0
 
@@ -185,7 +188,7 @@ def test_another_optimizer_begins_anew(tmp_path: Path, capsys: pytest.CaptureFix
     second = stepper(net(), "sgd")
     train(first)
     save(first.named_state(), tmp_path)
-    load(tmp_path, second.named_state(), ALONE)
+    load_checkpoint(tmp_path, second.named_state(), ALONE)
     assert (
         "the checkpoint has the state of AdamW; SGD starts with a new state"
         in capsys.readouterr().out
@@ -215,7 +218,7 @@ def test_a_checkpoint_of_another_model(other: nn.Module, message: str, tmp_path:
     """Other shapes, and missing or unknown weights, are an error before anything is loaded."""
     save(stepper(net()).named_state(), tmp_path)
     with pytest.raises(CheckpointError, match=message):
-        load(tmp_path, stepper(other).named_state(), ALONE)
+        load_checkpoint(tmp_path, stepper(other).named_state(), ALONE)
 
 
 class Planted:
@@ -240,10 +243,10 @@ def test_a_planted_pickle_does_not_run(name: str, tmp_path: Path) -> None:
     ):
         (tmp_path / name).write_bytes(planted)
         with pytest.raises(CheckpointError, match=f"{name} "):
-            load(tmp_path, one.named_state(), ALONE)
+            load_checkpoint(tmp_path, one.named_state(), ALONE)
     torch.save({"model": Planted(tmp_path / "ran")}, tmp_path / name)
     with pytest.raises(CheckpointError, match=f"{name} "):
-        load(tmp_path, one.named_state(), ALONE)
+        load_checkpoint(tmp_path, one.named_state(), ALONE)
     assert not (tmp_path / "ran").exists()
 
 
@@ -253,7 +256,7 @@ def test_a_folder_without_an_index(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"index\.json is not an index of a checkpoint.*No such file"
     ):
-        load(tmp_path, stepper(net()).named_state(), ALONE)
+        load_checkpoint(tmp_path, stepper(net()).named_state(), ALONE)
 
 
 def test_a_later_format(tmp_path: Path) -> None:
@@ -262,7 +265,7 @@ def test_a_later_format(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match="of format 'ortlaunch 9', and this version reads 'ortlaunch 1'"
     ):
-        load(tmp_path, stepper(net()).named_state(), ALONE)
+        load_checkpoint(tmp_path, stepper(net()).named_state(), ALONE)
 
 
 def test_a_missing_part(tmp_path: Path) -> None:
@@ -270,12 +273,12 @@ def test_a_missing_part(tmp_path: Path) -> None:
     one = stepper(net())
     save(one.named_state(), tmp_path, ranks=2)
     # Rank 1's file is lost: only that of rank 0 is left.
-    os.replace(tmp_path / file_of(0), tmp_path / file_of(1))
+    os.replace(tmp_path / rank_file_name(0), tmp_path / rank_file_name(1))
     index = json.loads((tmp_path / "index.json").read_text())
     (tmp_path / "index.json").write_text(json.dumps({**index, "ranks": 1}))
-    os.replace(tmp_path / file_of(1), tmp_path / file_of(0))
+    os.replace(tmp_path / rank_file_name(1), tmp_path / rank_file_name(0))
     with pytest.raises(CheckpointError, match=r"lacks the weight of \S+ from element \d+ on"):
-        load(tmp_path, one.named_state(), ALONE)
+        load_checkpoint(tmp_path, one.named_state(), ALONE)
 
 
 def test_a_part_that_begins_in_a_gap(tmp_path: Path) -> None:
@@ -289,7 +292,7 @@ def test_a_part_that_begins_in_a_gap(tmp_path: Path) -> None:
     end = pieces[-1][0] + pieces[-1][1].elements
     part = ParameterRange(name, end + 3, 2, torch.zeros(2), 0, {})
     with pytest.raises(CheckpointError, match=f"lacks the {kind} of {name} from element"):
-        shards.read(kind, part, torch.zeros(2))
+        shards.read_part(kind, part, torch.zeros(2))
 
 
 @pytest.mark.parametrize("size", [0, 5, 100])
@@ -297,9 +300,9 @@ def test_a_cut_file(size: int, tmp_path: Path) -> None:
     """A file that ends too early is named."""
     one = stepper(net())
     save(one.named_state(), tmp_path)
-    os.truncate(tmp_path / file_of(0), size)
+    os.truncate(tmp_path / rank_file_name(0), size)
     with pytest.raises(CheckpointError, match=r"rank_00000.safetensors is not a safetensors file"):
-        load(tmp_path, one.named_state(), ALONE)
+        load_checkpoint(tmp_path, one.named_state(), ALONE)
 
 
 def test_what_has_no_place_is_refused(tmp_path: Path) -> None:

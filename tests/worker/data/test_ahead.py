@@ -22,7 +22,7 @@ from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.worker.data import Batches, OwnSamples
 from ortlaunch.worker.data import ahead as ahead_module
 from ortlaunch.worker.data.ahead import Reader
-from ortlaunch.worker.data.own import OwnCollate
+from ortlaunch.worker.data.own import UserCollate
 from ortlaunch.worker.data.reading import DataError
 from tests import labs
 from tests.makers import recipe
@@ -108,7 +108,7 @@ def test_what_is_wrong_with_a_sample_is_told(reader: Reader) -> None:
     """An error in a sample is raised unchanged when the training reaches that sample."""
     batches = batches_of(Items())
     # A sample of the fourth micro batch becomes bad.
-    bad = batches.indices(1, 1, 0)[0]
+    bad = batches.sample_indices(1, 1, 0)[0]
     batches.samples.items.bad = bad  # type: ignore[attr-defined]
     with batches.read_ahead(0, reader):
         taken(batches, [(0, 0), (0, 1), (1, 0)])
@@ -261,10 +261,10 @@ def test_a_collate_of_the_users_own(own: None) -> None:
     """The user's own collate function accepts samples of any type and length."""
     items = OwnSamples([([1] * (1 + n % 3), n) for n in range(9)], is_mapping=False)
     batches = Batches(
-        items, BatchPlan(3, 3, 1, 1, None), 7, stack=OwnCollate("collates_of_a_test:padded")
+        items, BatchPlan(3, 3, 1, 1, None), 7, stack=UserCollate("collates_of_a_test:padded")
     )
     batch = batches.micro_batch(0, 0, 0)
-    assert batch["y"].tolist() == batches.indices(0, 0, 0)
+    assert batch["y"].tolist() == batches.sample_indices(0, 0, 0)
     assert batch["ids"].shape == (3, max(1 + n % 3 for n in batch["y"].tolist()))
 
 
@@ -279,7 +279,7 @@ def test_a_collate_of_the_users_own(own: None) -> None:
 def test_what_is_no_collate(name: str, message: str, own: None) -> None:
     """A collate function that is missing or returns no batch is refused by name."""
     with pytest.raises(DataError, match=message):
-        OwnCollate(f"collates_of_a_test:{name}")([{"x": 1}])
+        UserCollate(f"collates_of_a_test:{name}")([{"x": 1}])
 
 
 class Bad:

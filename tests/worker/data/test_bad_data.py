@@ -37,7 +37,8 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     # A real rank changes the allocator and the garbage collector of its process.
     monkeypatch.setattr(rank_main, "keep_freed_memory", lambda _: None)
     monkeypatch.setattr(
-        "ortlaunch.worker.process_group.distributed.group", lambda *_: pytest.fail("the ranks met")
+        "ortlaunch.worker.process_group.distributed.join_process_group",
+        lambda *_: pytest.fail("the ranks met"),
     )
     yield
     gc.set_threshold(*thresholds)
@@ -135,7 +136,7 @@ def test_before_the_ranks_meet(
     run.recipe.write_text(to_yaml(made))
     run.plan.write_text(plan(made).to_json())
     # A stand-in for the rank's watchdog.
-    watchdog: Any = SimpleNamespace(pulse=Pulse(), apply_setting=lambda _: None)
+    watchdog: Any = SimpleNamespace(pulse=Pulse(), apply_stall_seconds=lambda _: None)
     with pytest.raises(InputError, match=message) as caught:
-        rank_main.live(run, Rank(0, 2, 0, 2), watchdog)
+        rank_main.run_rank(run, Rank(0, 2, 0, 2), watchdog)
     assert caught.value.exit_status == 2

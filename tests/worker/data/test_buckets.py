@@ -53,7 +53,7 @@ def step_of(batches: Batches, step: int) -> list[tuple[list[int], dict[str, torc
         for n in range(plan.accumulation_steps)
         for rank in range(plan.data_parallel_ranks)
     ]
-    return [(batches.indices(*place), batches.micro_batch(*place)) for place in places]
+    return [(batches.sample_indices(*place), batches.micro_batch(*place)) for place in places]
 
 
 def test_a_step_has_the_same_samples_with_less_padding(texts: LabelledTexts) -> None:
@@ -103,7 +103,7 @@ def test_an_empty_text_costs_the_others_nothing(side: str, tmp_path: Path) -> No
     texts = labelled(tmp_path / "a.jsonl", ["a b a", "", "a b", ""], side)
     batches = Batches(texts, BatchPlan(4, 4, 1, 1, None), 7, BUCKETS)
     for chosen, expected in ((range(4), [3, 0, 2, 0]), ((1, 3), [0, 0])):
-        found = batches.stacked([texts.sample(index, 0) for index in chosen])
+        found = batches.stack_samples([texts.sample(index, 0) for index in chosen])
         assert found["attention_mask"].shape[1] == 4
         assert (
             found["attention_mask"].sum(1).tolist()

@@ -24,7 +24,7 @@ from ortlaunch.cache import take_cache_notes
 from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.worker.data import corpus as corpus_module
 from ortlaunch.worker.data import token_cache as tokens_module
-from ortlaunch.worker.data.corpus import documents, files, fingerprint, rows
+from ortlaunch.worker.data.corpus import corpus_files, corpus_fingerprint, corpus_texts, read_rows
 from ortlaunch.worker.data.reading import DataError, blocks_hash
 
 TEXTS = ["the first", "the second\nwith two lines", "näïve ünïcode", "the last"]
@@ -54,7 +54,7 @@ def write(
 @pytest.mark.parametrize("kind", ["text", "jsonl", "csv", "parquet"])
 def test_every_format_gives_the_same_documents(kind: str, tmp_path: Path) -> None:
     """Text, JSON lines and Parquet files give the same documents in order, in UTF-8."""
-    assert list(documents(Corpus(format=kind, path=(write(tmp_path, kind, TEXTS),)))) == TEXTS
+    assert list(corpus_texts(Corpus(format=kind, path=(write(tmp_path, kind, TEXTS),)))) == TEXTS
 
 
 @pytest.mark.parametrize("kind", ["text", "jsonl", "parquet"])
@@ -67,15 +67,15 @@ def test_many_files_in_a_fixed_order(kind: str, tmp_path: Path) -> None:
     source = Corpus(
         format=kind, path=(str(tmp_path / f"sub/*.{kind}"), str(tmp_path / f"[ab].{kind}"))
     )
-    assert list(documents(source)) == ["of sub/c", "of a", "of b"]
+    assert list(corpus_texts(source)) == ["of sub/c", "of a", "of b"]
     everything = Corpus(format=kind, path=(str(tmp_path / f"**/*.{kind}"),))
-    assert list(documents(everything)) == ["of a", "of b", "of sub/c"]
+    assert list(corpus_texts(everything)) == ["of a", "of b", "of sub/c"]
 
 
 def test_empty_rows_are_left_out(tmp_path: Path) -> None:
     """A row with an empty text or null gives no document."""
     assert list(
-        documents(Corpus(format="jsonl", path=(write(tmp_path, "jsonl", ["a", None, "", "b"]),)))
+        corpus_texts(Corpus(format="jsonl", path=(write(tmp_path, "jsonl", ["a", None, "", "b"]),)))
     ) == ["a", "b"]
 
 
@@ -92,22 +92,22 @@ def test_an_error_of_datasets_is_not_called_no_rows(
     path = tmp_path / "a.jsonl.zst"
     path.write_bytes(b"x")
     with pytest.raises(DataError, match="cannot be read as jsonl: no decoder here"):
-        list(documents(Corpus(format="jsonl", path=(str(path),))))
+        list(corpus_texts(Corpus(format="jsonl", path=(str(path),))))
 
 
 def test_another_column(tmp_path: Path) -> None:
     """`text_column` names the column of the text."""
     path = write(tmp_path, "jsonl", TEXTS, column="body")
-    assert list(documents(Corpus(format="jsonl", path=(path,), text_column="body"))) == TEXTS
+    assert list(corpus_texts(Corpus(format="jsonl", path=(path,), text_column="body"))) == TEXTS
     with pytest.raises(DataError, match=r"part.jsonl:1: no column 'text'; it has body, other"):
-        list(documents(Corpus(format="jsonl", path=(path,))))
+        list(corpus_texts(Corpus(format="jsonl", path=(path,))))
 
 
 def test_the_built_in_corpus() -> None:
     """`python-docs` is the language reference, always in the same order."""
-    texts = list(documents("python-docs"))
+    texts = list(corpus_texts("python-docs"))
     assert sum(map(len, texts)) > 300_000
-    assert texts == list(documents("python-docs"))
+    assert texts == list(corpus_texts("python-docs"))
     assert any("The Python Language Reference" in text or "statement" in text for text in texts)
 
 
@@ -119,7 +119,7 @@ def test_a_pattern_without_files(pattern: str, tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match=rf"'{tmp_path}/.*' matches no file \(current folder: {os.getcwd()}\)"
     ):
-        files(source)
+        corpus_files(source)
 
 
 GOOD = b'{"text": "a"}\n'
@@ -188,7 +188,7 @@ def test_files_that_are_not_what_they_should_be(
     path = tmp_path / f"x.{kind}"
     path.write_bytes(content)
     with pytest.raises(DataError, match=rf"^{path}{message}"):
-        list(documents(Corpus(format=kind.partition(".")[0], path=(str(path),))))
+        list(corpus_texts(Corpus(format=kind.partition(".")[0], path=(str(path),))))
 
 
 def test_a_whole_surrogate_pair_is_a_letter(tmp_path: Path) -> None:
@@ -196,7 +196,10 @@ def test_a_whole_surrogate_pair_is_a_letter(tmp_path: Path) -> None:
     # `json.dumps` writes characters outside the basic plane as pairs.
     path = tmp_path / "x.jsonl"
     path.write_text(json.dumps({"text": "a \U0001f600"}) + "\n" + json.dumps({"text": "\\ud83d"}))
-    assert list(documents(Corpus(format="jsonl", path=(str(path),)))) == ["a \U0001f600", "\\ud83d"]
+    assert list(corpus_texts(Corpus(format="jsonl", path=(str(path),)))) == [
+        "a \U0001f600",
+        "\\ud83d",
+    ]
 
 
 def test_a_shard_that_was_cut_off(tmp_path: Path) -> None:
@@ -205,7 +208,7 @@ def test_a_shard_that_was_cut_off(tmp_path: Path) -> None:
     # A Parquet file has its metadata at the end.
     bad.write_bytes(bad.read_bytes()[:-20])
     with pytest.raises(DataError, match=rf"^{bad}: cannot be read as parquet: "):
-        list(documents(Corpus(format="parquet", path=(str(good), str(bad)))))
+        list(corpus_texts(Corpus(format="parquet", path=(str(good), str(bad)))))
 
 
 @pytest.mark.parametrize(
@@ -243,7 +246,7 @@ def test_rows_are_those_of_datasets(
     theirs: Any = datasets.load_dataset(
         builder, data_files=path, split="train", streaming=True, **options
     )
-    ours = list(rows(Corpus(format=form, path=(path,))))
+    ours = list(read_rows(Corpus(format=form, path=(path,))))
     # A rest of blank lines is no text of ours.
     assert [row.values for row in ours] == [
         row for row in theirs if form != "text" or row["text"].strip()
@@ -265,7 +268,7 @@ def test_an_unreachable_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         DataError, match=r"data \(hub nobody/nothing\): cannot be read: Dataset .* accessed\.$"
     ):
-        list(rows(Corpus(format="hub", name="nobody/nothing")))
+        list(read_rows(Corpus(format="hub", name="nobody/nothing")))
 
 
 @pytest.mark.parametrize("limit", [corpus_module._WHOLE_BYTES, 0], ids=["whole", "blocks"])
@@ -286,17 +289,17 @@ def test_fingerprint_tells_corpora_apart(
         Corpus(format="jsonl", path=(a, b), text_column="other"),
         "python-docs",
     ]
-    first = fingerprint(both)
+    first = corpus_fingerprint(both)
     # The column of labels does not change the tokens of texts.
-    assert fingerprint(Corpus(format="jsonl", path=(a, b), label_column="z")) == first
-    assert len({first, *(fingerprint(other) for other in others)}) == 6
+    assert corpus_fingerprint(Corpus(format="jsonl", path=(a, b), label_column="z")) == first
+    assert len({first, *(corpus_fingerprint(other) for other in others)}) == 6
     os.utime(a, ns=(1, 1))
-    second = fingerprint(both)
+    second = corpus_fingerprint(both)
     assert (first == second) == (limit > 0)
     # Other contents of the same size and time, as unpacked or copied files may have.
     Path(a).write_text(Path(a).read_text().replace("a", "x", 1))
     os.utime(a, ns=(1, 1))
-    assert fingerprint(both) not in (first, second)
+    assert corpus_fingerprint(both) not in (first, second)
 
 
 @pytest.mark.parametrize("changed", [0, 40, 99])
@@ -318,40 +321,40 @@ def test_a_hub_corpus_is_known_by_its_revision(tmp_path: Path) -> None:
     # A local folder stands for the hub's data set.
     source = Corpus(format="hub", name=str(tmp_path))
     path = Path(write(tmp_path, "jsonl", TEXTS))
-    first = fingerprint(source)
-    assert fingerprint(source) == first
+    first = corpus_fingerprint(source)
+    assert corpus_fingerprint(source) == first
     one = source.model_copy(update={"files": (path.name,)})
-    assert list(rows(one)) == list(rows(source))
+    assert list(read_rows(one)) == list(read_rows(source))
     (tmp_path / "more.jsonl").write_text(path.read_text())
-    assert len(list(rows(source))) == 2 * len(list(rows(one)))
-    first = fingerprint(source)
+    assert len(list(read_rows(source))) == 2 * len(list(read_rows(one)))
+    first = corpus_fingerprint(source)
     others = [
         source.model_copy(update=changed)
         for changed in ({"split": "test"}, {"text_column": "z"}, {"files": (path.name,)})
     ]
     with path.open("a") as file:
         file.write('{"text": "one more", "other": 1}\n')
-    second = fingerprint(source)
-    assert len({first, second, *map(fingerprint, others)}) == 5
+    second = corpus_fingerprint(source)
+    assert len({first, second, *map(corpus_fingerprint, others)}) == 5
     # Other contents of the same size and time.
     stat = path.stat()
     path.write_text(path.read_text().replace("one more", "two more"))
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    assert fingerprint(source) not in (first, second)
+    assert corpus_fingerprint(source) not in (first, second)
 
 
 def test_a_commit_of_the_hub_needs_no_network_to_be_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """A full commit needs no network; for a branch, the error recommends the commit."""
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     found = [
-        fingerprint(Corpus(format="hub", name=name, revision=COMMIT))
+        corpus_fingerprint(Corpus(format="hub", name=name, revision=COMMIT))
         for name in ("a/b", "a/b", "a/c")
     ]
     assert found[0] == found[1] != found[2]
     with pytest.raises(
         DataError, match=r"data \(hub a/b\): .*offline, give the commit as data\.\*\.revision"
     ):
-        fingerprint(Corpus(format="hub", name="a/b", revision="main"))
+        corpus_fingerprint(Corpus(format="hub", name="a/b", revision="main"))
 
 
 def test_the_revision_is_the_one_that_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,7 +366,7 @@ def test_the_revision_is_the_one_that_is_read(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(
         "datasets.load_dataset", lambda *args, **options: asked.append(options["revision"]) or empty
     )
-    assert list(rows(Corpus(format="hub", name="a/b", revision="v1"))) == []
+    assert list(read_rows(Corpus(format="hub", name="a/b", revision="v1"))) == []
     assert asked == ["v1"]
 
 
@@ -402,7 +405,7 @@ def test_tokens_are_kept_until_the_corpus_changes(
 
     def tokens(tokenizer: Any = None, end_of_text: bool = False) -> list[int]:
         return list(
-            tokens_module.tokenized_documents(source, tokenizer or Letters(), end_of_text)
+            tokens_module.tokenize_documents(source, tokenizer or Letters(), end_of_text)
             .tokens[:]
             .tolist()
         )
@@ -425,14 +428,16 @@ def test_half_written_tokens_are_not_taken(tmp_path: Path, monkeypatch: pytest.M
     with monkeypatch.context() as patch:
         patch.setattr(tokens_module, "_DOCUMENTS_AT_ONCE", 1)
         read = [("ab", 0.5), ("c", 1.0)]
-        patch.setattr(tokens_module, "documents_read", lambda source: iter(read))
+        patch.setattr(tokens_module, "read_documents", lambda source: iter(read))
         # None is no token: the second document raises TypeError.
         patch.setattr(
-            tokens_module, "_encoder", lambda _: lambda texts: [[3 if texts == ["ab"] else None]]
+            tokens_module,
+            "_plain_encoder",
+            lambda _: lambda texts: [[3 if texts == ["ab"] else None]],
         )
         with pytest.raises(TypeError):
-            tokens_module.tokenized_documents(source, Letters(), False)
-    assert tokens_module.tokenized_documents(source, Letters(), False).tokens[:].tolist() == [
+            tokens_module.tokenize_documents(source, Letters(), False)
+    assert tokens_module.tokenize_documents(source, Letters(), False).tokens[:].tolist() == [
         97,
         98,
         99,
@@ -443,13 +448,13 @@ def test_changed_tokens_are_made_anew(tmp_path: Path, monkeypatch: pytest.Monkey
     """A changed file of tokens is detected, written again, and reported once."""
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
     source = Corpus(format="text", path=(write(tmp_path, "text", ["ab", "cd"]),))
-    before = tokens_module.tokenized_documents(source, Letters(), False).tokens[:].tolist()
+    before = tokens_module.tokenize_documents(source, Letters(), False).tokens[:].tolist()
     (path,) = (tmp_path / "cache" / "tokens").glob("*.u32")
     # Two of four tokens.
     path.write_bytes(path.read_bytes()[:8])
-    assert tokens_module.tokenized_documents(source, Letters(), False).tokens[:].tolist() == before
+    assert tokens_module.tokenize_documents(source, Letters(), False).tokens[:].tolist() == before
     assert take_cache_notes() == [f"{path}: has 8 bytes, and had 16; rebuilt"]
-    assert tokens_module.tokenized_documents(source, Letters(), False).tokens[:].tolist() == before
+    assert tokens_module.tokenize_documents(source, Letters(), False).tokens[:].tolist() == before
     assert take_cache_notes() == []
 
 
@@ -460,7 +465,7 @@ def test_more_documents_than_fit_at_once(tmp_path: Path, monkeypatch: pytest.Mon
     letters = "abcdefg"
     source = Corpus(format="text", path=(write(tmp_path, "text", list(letters)),))
     np.testing.assert_array_equal(
-        tokens_module.tokenized_documents(source, Letters(), False).tokens,
+        tokens_module.tokenize_documents(source, Letters(), False).tokens,
         [ord(letter) for letter in letters],
     )
 
@@ -480,7 +485,7 @@ def slowly(*args):
 tokens._write_tokens = slowly
 print("ready", flush=True)
 sys.stdin.readline()
-print(tokens.tokenized_documents(Corpus(format="text", path=(sys.argv[1],)), Letters(), False).tokens.tolist())
+print(tokens.tokenize_documents(Corpus(format="text", path=(sys.argv[1],)), Letters(), False).tokens.tolist())
 """
 
 

@@ -18,7 +18,7 @@ from pandas import DataFrame
 from torch.utils.data import DataLoader
 
 from ortlaunch.launch_plan import BatchPlan
-from ortlaunch.worker.data import Batches, LoadedData, OwnSamples, call, collate
+from ortlaunch.worker.data import Batches, LoadedData, OwnSamples, call_user_function, collate
 from ortlaunch.worker.data.reading import DataError
 from tests.makers import recipe
 
@@ -276,7 +276,7 @@ def test_a_factory_that_is_not_there(
     """A missing module or function, or arguments that do not match, are named."""
     module(text)
     with pytest.raises(DataError, match=message):
-        call("data.factory", target, arguments, 0)
+        call_user_function("data.factory", target, arguments, 0)
 
 
 @pytest.mark.parametrize(
@@ -295,14 +295,14 @@ def test_an_error_of_the_users_own_code_stays_what_it_is(
     module(text)
     # A module that is missing within the user's module is not the module of the recipe.
     with pytest.raises(error, match=message) as caught:
-        call("data.factory", "own_module:make", {}, 0)
+        call_user_function("data.factory", "own_module:make", {}, 0)
     assert not isinstance(caught.value, DataError)
 
 
 def test_a_factory_gets_its_arguments(module: Any) -> None:
     """Arguments of the recipe are passed to the function by name."""
     module(FUNCTION)
-    assert call("data.factory", "own_module:make", {"b": 5, "a": 1}, 0) == [1, 5]
+    assert call_user_function("data.factory", "own_module:make", {"b": 5, "a": 1}, 0) == [1, 5]
 
 
 @pytest.mark.parametrize("length", [-1, 1.5, 10**30])
@@ -356,7 +356,7 @@ def test_own_data_must_be_samples(items: Any, form: str) -> None:
     key = "data.evaluation.factory"
     message = f"{key} returned {type(items).__name__}.* (must have|return).*{re.escape(form)}"
     with pytest.raises(DataError, match=message):
-        OwnSamples(items, key=key)
+        OwnSamples(items, recipe_key=key)
     # The form is code, which gives samples.
     if "(" in form or "." in form:
         values = dict.fromkeys(("samples", "columns", "table", "loader"), items)

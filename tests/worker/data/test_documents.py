@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ortlaunch.recipe.fields.data import Corpus
-from ortlaunch.worker.data.corpus import documents, fingerprint
+from ortlaunch.worker.data.corpus import corpus_fingerprint, corpus_texts
 from ortlaunch.worker.data.reading import DataError, read_file
 
 TEXT = "One. A line\nof it.\n\nTwo, ünd more.\n"
@@ -26,9 +26,10 @@ def test_documents_of_a_file(kind: str, tmp_path: Path) -> None:
     """Documents are paragraphs, lines or whole files, each with a fingerprint of its own."""
     (tmp_path / "a.txt").write_text(TEXT, encoding="utf-8")
     source = Corpus(format="text", path=(str(tmp_path / "a.txt"),), document=kind)
-    assert list(documents(source)) == EXPECTED[kind]
+    assert list(corpus_texts(source)) == EXPECTED[kind]
     assert (
-        len({fingerprint(source.model_copy(update={"document": each})) for each in EXPECTED}) == 3
+        len({corpus_fingerprint(source.model_copy(update={"document": each})) for each in EXPECTED})
+        == 3
     )
 
 
@@ -48,7 +49,7 @@ def test_a_line_of_blanks_is_an_empty_line(
         path.write_bytes(text)
     rows = list(read_file(str(path), "text"))
     assert [row.values["text"].strip() for row in rows] == ["A b.", "C\n d."]
-    assert name == "a.zip" or [row.place for row in rows] == [f"{path}:1", f"{path}:3"]
+    assert name == "a.zip" or [row.location for row in rows] == [f"{path}:1", f"{path}:3"]
 
 
 def test_a_paragraph_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,8 +62,8 @@ def test_a_paragraph_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(
         DataError, match=r"a\.txt:3: no blank line ends this paragraph .*`document: line`"
     ):
-        list(documents(source))
-    assert len(list(documents(source.model_copy(update={"document": "line"})))) == 10
+        list(corpus_texts(source))
+    assert len(list(corpus_texts(source.model_copy(update={"document": "line"})))) == 10
 
 
 @pytest.mark.parametrize(
@@ -79,7 +80,7 @@ def test_a_text_that_no_tokenizer_takes(
     rows = {"jsonl": '{"text": "a"}\n{"text": "' + "b" * 99 + '"}\n', "text": "b" * 33}
     (tmp_path / "a.file").write_text(rows[form])
     with pytest.raises(DataError, match=f"{word}.*split its text into several rows"):
-        list(documents(Corpus(format=form, path=(str(tmp_path / "a.file"),), document="file")))
+        list(corpus_texts(Corpus(format=form, path=(str(tmp_path / "a.file"),), document="file")))
 
 
 def test_documents_of_a_compressed_file(tmp_path: Path) -> None:
@@ -88,4 +89,6 @@ def test_documents_of_a_compressed_file(tmp_path: Path) -> None:
         file.write(TEXT)
     for kind, expected in EXPECTED.items():
         source = Corpus(format="text", path=(str(tmp_path / "a.txt.gz"),), document=kind)
-        assert [text.strip() for text in documents(source)] == [text.strip() for text in expected]
+        assert [text.strip() for text in corpus_texts(source)] == [
+            text.strip() for text in expected
+        ]

@@ -9,10 +9,10 @@ from huggingface_hub import constants
 
 from ortlaunch.errors import InputError
 from ortlaunch.recipe.fields.data import Corpus, Data
-from ortlaunch.worker.data.corpus import fingerprint, rows
+from ortlaunch.worker.data.corpus import corpus_fingerprint, read_rows
 from ortlaunch.worker.data.streams.remote import remote_files
 from ortlaunch.worker.data.tokenizer import load_tokenizer
-from ortlaunch.worker.model.model import config_of
+from ortlaunch.worker.model.model import build_model_config
 from tests.makers import bert
 from tests.worker.hub import Hub, hub
 
@@ -24,7 +24,7 @@ HUB = Corpus(format="hub", name="o/n")
 def read_config(name: str) -> None:
     recipe = bert(model={"task": "masked-lm", "pretrained": name})
     data: Any = None
-    config_of(recipe, data)
+    build_model_config(recipe, data)
 
 
 # Each function that reads from the hub; each has an error path of its own in a library.
@@ -34,8 +34,8 @@ READERS = {
     ),
     "revision": lambda: read_config("o/n@v2"),
     "model": lambda: read_config("o/n"),
-    "data": lambda: [*rows(HUB)],
-    "commit": lambda: fingerprint(HUB),
+    "data": lambda: [*read_rows(HUB)],
+    "commit": lambda: corpus_fingerprint(HUB),
     "stream": lambda: remote_files("hf://datasets/o/n/*.parquet"),
 }
 # The hub answers 404 for a repository that is private, so that nobody learns that it exists.

@@ -25,8 +25,8 @@ from ortlaunch.worker.data import labelled as labelled_module
 from ortlaunch.worker.data.labelled import (
     class_lines,
     class_names,
-    number_as_trained,
-    number_labels,
+    renumber_by_trained_classes,
+    replace_labels_by_numbers,
 )
 from ortlaunch.worker.data.reading import DataError
 
@@ -129,7 +129,7 @@ def test_words_are_numbered_as_datasets_numbers_them(tmp_path: Path) -> None:
     )
     mixture = Mixture([one, other], [1, 1])
     theirs = datasets.Dataset.from_dict({"label": words}).class_encode_column("label")
-    assert number_labels(mixture, held_out) == theirs.features["label"].names
+    assert replace_labels_by_numbers(mixture, held_out) == theirs.features["label"].names
     assert [int(mixture.sample(i, 0)["labels"]) for i in range(6)] == theirs["label"][:]
     assert int(held_out.sample(0, 0)["labels"]) == theirs["label"][1]
     assert mixture.classes == 5
@@ -162,7 +162,7 @@ def test_classes_are_printed(labels: list[Any], expected: list[str], tmp_path: P
         for n, part in enumerate((labels[:2], labels[2:]))
     ]
     samples = Mixture(parts, [1, 1])
-    names = number_labels(samples, None)
+    names = replace_labels_by_numbers(samples, None)
     assert [*class_lines(samples, names, samples.classes)] == expected
 
 
@@ -194,7 +194,7 @@ def test_names_of_numbers(source: str, kind: Any, tmp_path: Path) -> None:
 
     one = of(["so-so", "good", "bad"])
     # Labels that are integers are not numbered again.
-    assert number_labels(one, one) == []
+    assert replace_labels_by_numbers(one, one) == []
     assert class_names(one, one) == ["so-so", "good", "bad"]
     with pytest.raises(
         DataError, match="so-so, good, bad in one source and good, bad, so-so in another"
@@ -213,15 +213,15 @@ def test_labels_that_do_not_go_together(tmp_path: Path) -> None:
     )
     unknown = labelled(tmp_path / "c.jsonl", '{"text": "a", "label": "c"}')
     with pytest.raises(DataError, match="names in one source and numbers in another"):
-        number_labels(Mixture([word, number], [1, 1]), None)
+        replace_labels_by_numbers(Mixture([word, number], [1, 1]), None)
     with pytest.raises(
         DataError,
         match=r"data.evaluation: label 'c' is in no row of data.train, whose labels are a, b",
     ):
-        number_labels(word, unknown)
+        replace_labels_by_numbers(word, unknown)
     with pytest.raises(DataError, match="every label is 'b'"):
-        number_labels(same, None)
-    assert number_labels(number, number) == []
+        replace_labels_by_numbers(same, None)
+    assert replace_labels_by_numbers(number, number) == []
 
 
 @pytest.mark.parametrize(
@@ -301,7 +301,7 @@ def test_tags_are_on_first_pieces(tmp_path: Path) -> None:
     row = {"text": ["abcd", "e", "abc-e", "e"], "label": ["B-X", "O", "I-X", "O"]}
     (tmp_path / "x.jsonl").write_text(json.dumps(row))
     samples = TaggedWords(Corpus(format="jsonl", path=(str(tmp_path / "x.jsonl"),)), tokenizer, 12)
-    assert number_labels(samples, None) == ["B-X", "I-X", "O"]
+    assert replace_labels_by_numbers(samples, None) == ["B-X", "I-X", "O"]
     encoded = tokenizer(
         row["text"], is_split_into_words=True, truncation=True, padding="max_length", max_length=12
     )
@@ -324,8 +324,8 @@ def test_tags_are_on_first_pieces(tmp_path: Path) -> None:
 
 def test_no_rows_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """A source without rows is an error."""
-    monkeypatch.setattr(label_rows, "rows", lambda source: iter(()))
-    monkeypatch.setattr(labelled_module, "fingerprint", lambda source: "")
+    monkeypatch.setattr(label_rows, "read_rows", lambda source: iter(()))
+    monkeypatch.setattr(labelled_module, "corpus_fingerprint", lambda source: "")
     with pytest.raises(DataError, match=": has no rows"):
         LabelledTexts(Corpus(format="hub", name="some/set"), words(), 4)
 
@@ -369,9 +369,9 @@ def test_labels_of_a_trained_model(
     take_cache_notes()
     if isinstance(expected, str):
         with pytest.raises(DataError, match=re.escape(expected)):
-            number_as_trained(samples, known, classes)
+            renumber_by_trained_classes(samples, known, classes)
         return
-    number_as_trained(samples, known, classes)
+    renumber_by_trained_classes(samples, known, classes)
     assert samples.labels == expected
     # Class numbers of classes with names may be a mistake.
     noted = ["data: labels are whole numbers and no class names; they are read as class numbers: "
@@ -389,7 +389,7 @@ def test_names_of_numbers_in_another_order(tmp_path: Path) -> None:
     samples = LabelledTexts(
         Corpus(format="parquet", path=(str(tmp_path / "x.parquet"),)), words(), 4
     )
-    number_as_trained(samples, NAMED, 2)
+    renumber_by_trained_classes(samples, NAMED, 2)
     # The row's 1 is "bad", the model's class 0.
     assert samples.labels == [0, 1]
 
@@ -397,12 +397,15 @@ def test_names_of_numbers_in_another_order(tmp_path: Path) -> None:
 def test_whole_numbers_as_names_are_in_their_order(tmp_path: Path) -> None:
     """Class names that are whole numbers are numbered by value; one that is a word, by letters."""
     names = [str(number) for number in range(12)]
-    assert number_labels(labelled(tmp_path / "x.jsonl", rows_of(*names[::-1])), None) == names
-    mixed = number_labels(labelled(tmp_path / "y.jsonl", rows_of("10", "9", "x")), None)
+    assert (
+        replace_labels_by_numbers(labelled(tmp_path / "x.jsonl", rows_of(*names[::-1])), None)
+        == names
+    )
+    mixed = replace_labels_by_numbers(labelled(tmp_path / "y.jsonl", rows_of("10", "9", "x")), None)
     assert mixed == ["10", "9", "x"]
     # A model to be trained that knows the names already.
     stars = labelled(tmp_path / "z.jsonl", rows_of(5, 1))
-    assert number_labels(stars, None, STARS) == [*STARS]
+    assert replace_labels_by_numbers(stars, None, STARS) == [*STARS]
     assert stars.labels == [4, 0]
 
 
@@ -412,7 +415,7 @@ def test_cells_of_csv_are_labels(tmp_path: Path) -> None:
     path.write_text("text;label\na;10\nb;9\nc; -1.5e1\n")
     source = Corpus(format="csv", path=(str(path),), most_rows=2)
     made = LabelledTexts(source, words(), 8)
-    assert number_labels(made, None) == ["9", "10"]
+    assert replace_labels_by_numbers(made, None) == ["9", "10"]
     assert [int(made.sample(n, 0)["labels"]) for n in range(2)] == [1, 0]
     numbers = ScoredTexts(source.model_copy(update={"most_rows": None}), words(), 8)
     assert [float(numbers.sample(n, 0)["labels"]) for n in range(3)] == [10, 9, -15]

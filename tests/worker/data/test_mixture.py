@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.worker.data import Batches, LoadedData, Mixture, OwnSamples
-from ortlaunch.worker.data.identity import identity
-from ortlaunch.worker.data.mixture import BLOCK, MixedOrder, shares
+from ortlaunch.worker.data.identity import data_identity
+from ortlaunch.worker.data.mixture import BLOCK, MixedOrder, places_by_source
 from tests.makers import recipe
 
 # Sources of very different sizes: the small ones are repeated often.
@@ -83,7 +83,7 @@ def test_any_place_is_known_without_those_before_it(taken: list[tuple[int, int]]
 def test_shares_fill_a_block() -> None:
     """Shares of a block are within one place of the weights, and their sum is the block."""
     for weights in ([1.0], [1, 1, 1], [0.1, 0.2, 0.7], [1e-3, 1e9 / 65_537, 1e9]):
-        found = shares(weights)
+        found = places_by_source(weights)
         assert found.sum() == BLOCK
         assert np.abs(found - np.array(weights) / sum(weights) * BLOCK).max() < 1
 
@@ -126,6 +126,6 @@ def test_from_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for i in range(4)
     )
     assert len(data.train) == sum(map(len, data.train.parts))
-    found = identity(data.train)
+    found = data_identity(data.train)
     assert found["order"] == "mixture of shuffle, shuffle, shuffle"
-    assert found["fingerprint"] not in (None, identity(first)["fingerprint"])
+    assert found["fingerprint"] not in (None, data_identity(first)["fingerprint"])

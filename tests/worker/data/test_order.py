@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ortlaunch.worker.data.identity import identity
+from ortlaunch.worker.data.identity import data_identity
 from ortlaunch.worker.data.order import Feistel, Order, permutation
 
 # Samples of the statistical tests, and cells of each axis of their tables.
@@ -141,4 +141,7 @@ def test_large_data_sets_too() -> None:
 
 def test_a_checkpoint_names_the_order() -> None:
     """The identity names the stored order and the computed order by different names."""
-    assert [identity(range(count))["order"] for count in (65_536, 65_537)] == ["shuffle", "feistel"]
+    assert [data_identity(range(count))["order"] for count in (65_536, 65_537)] == [
+        "shuffle",
+        "feistel",
+    ]

@@ -14,8 +14,8 @@ from torch import nn
 
 from ortlaunch.errors import InputError
 from ortlaunch.run_folder.origin import may_be_same_data
-from ortlaunch.worker.data import Mixture, OwnSamples, call
-from ortlaunch.worker.data.identity import identity
+from ortlaunch.worker.data import Mixture, OwnSamples, call_user_function
+from ortlaunch.worker.data.identity import data_identity
 from ortlaunch.worker.session import require_same_data
 from tests.makers import recipe
 from tests.training import train_here
@@ -39,7 +39,7 @@ def test_a_factory_draws_the_same_everywhere(
         # As in another process, whose generators are elsewhere and which imports the module anew.
         sys.modules.pop("drawing", None)
         random.random(), np.random.rand(), torch.rand(3)
-        return call("data.factory", "drawing:made", {}, seed)
+        return call_user_function("data.factory", "drawing:made", {}, seed)
 
     assert drawn(7) == drawn(7) != drawn(8)
     del sys.modules["drawing"]
@@ -61,7 +61,7 @@ class Sometimes:
 
 
 def fingerprint(items: Any) -> Any:
-    return identity(OwnSamples(items, is_mapping=False))["fingerprint"]
+    return data_identity(OwnSamples(items, is_mapping=False))["fingerprint"]
 
 
 # Python, NumPy and torch each have forms that no common function hashes.
@@ -90,7 +90,7 @@ def test_data_in_another_order_or_of_another_seed_differ() -> None:
     assert may_be_same_data(fingerprint(rows), fingerprint(other_cpu))
     parts = [OwnSamples(rows), OwnSamples(rows[:3])]
     mixed, turned = (Mixture(each, [1, 1]) for each in (parts, parts[::-1]))
-    one, other = (identity(each)["fingerprint"] for each in (mixed, turned))
+    one, other = (data_identity(each)["fingerprint"] for each in (mixed, turned))
     assert may_be_same_data(one, one)  # type: ignore[arg-type]
     assert not may_be_same_data(one, other)  # type: ignore[arg-type]
 
@@ -129,9 +129,9 @@ class Ranks:
 
 def test_ranks_with_other_data_do_not_train() -> None:
     """Ranks whose factories return other samples, or other counts, are refused on all ranks."""
-    mine = identity(OwnSamples([{"x": row} for row in range(10)]))
-    moved = identity(OwnSamples([{"x": 9 - row} for row in range(10)]))
-    fewer = identity(OwnSamples([{"x": row} for row in range(9)]))
+    mine = data_identity(OwnSamples([{"x": row} for row in range(10)]))
+    moved = data_identity(OwnSamples([{"x": 9 - row} for row in range(10)]))
+    fewer = data_identity(OwnSamples([{"x": row} for row in range(9)]))
     require_same_data("data.train", mine, recipe(), Ranks(mine))  # type: ignore[arg-type]
     require_same_data("data.train", mine, recipe(), Ranks({**mine, "fingerprint": None}))  # type: ignore[arg-type]
     # Another order, and a shard of its own.

@@ -12,9 +12,9 @@ from ortlaunch.cache import take_cache_notes
 from ortlaunch.recipe.fields.data import HeldOut
 from ortlaunch.worker.data import IGNORED, Conversations, Mixture, collate
 from ortlaunch.worker.data.chats import ANSWER
-from ortlaunch.worker.data.identity import identity
-from ortlaunch.worker.data.mixture import split
-from ortlaunch.worker.data.packs import Packs, first_fit_decreasing, packed
+from ortlaunch.worker.data.identity import data_identity
+from ortlaunch.worker.data.mixture import split_held_out
+from ortlaunch.worker.data.packs import Packs, first_fit_decreasing, pack_chats
 from ortlaunch.worker.data.token_cache import Documents
 from ortlaunch.worker.model.model import LossModule
 from tests.ort import needs_ort
@@ -81,14 +81,16 @@ def test_rows_are_held_out_before_they_are_packed() -> None:
     from ortlaunch.recipe.fields.data import Data
 
     data = Data(train="python-chats", packing=True, sequence_length=LENGTH, tokenizer="here")
-    kept, held = split(Mixture([chats(), chats(SIZES[::-1])], [1.0, 3.0]), HeldOut(samples=6), 0)
-    packs = packed(kept, data, "data.train")
+    kept, held = split_held_out(
+        Mixture([chats(), chats(SIZES[::-1])], [1.0, 3.0]), HeldOut(samples=6), 0
+    )
+    packs = pack_chats(kept, data, "data.train")
     assert isinstance(packs, Mixture)
     assert [len(part.members) for part in packs.parts if isinstance(part, Packs)] == [8, 8]
     # The recipe's weight is a number.
     assert packs.weights == [1.0, 3.0]
-    assert identity(packs)["held_out"] == identity(kept)["held_out"] == 6
-    assert len(packed(held, data, "data.evaluation")) < len(held)
+    assert data_identity(packs)["held_out"] == data_identity(kept)["held_out"] == 6
+    assert len(pack_chats(held, data, "data.evaluation")) < len(held)
 
 
 def passes(module: Any, net: Any, batch: dict[str, torch.Tensor]) -> tuple[float, torch.Tensor]:

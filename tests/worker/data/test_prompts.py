@@ -11,7 +11,7 @@ import pytest
 from ortlaunch.errors import InputError
 from ortlaunch.recipe.fields.data import Data
 from ortlaunch.recipe.fields.prompts import CHAT_TEMPLATES
-from ortlaunch.worker.data.chats import ANSWER, tokenized_chats
+from ortlaunch.worker.data.chats import ANSWER, tokenize_chats
 from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data.tokenizer import load_tokenizer
 from tests.worker.data.test_chats import CHATML, TURNS, cache, corpus, marked, plain, tokenizer_of
@@ -33,7 +33,7 @@ ALPACA = (
 
 def learned(source: Any, tokenizer: Any) -> list[tuple[str, str]]:
     """Return the text of each chat, and the part of it that counts in the loss."""
-    documents = tokenized_chats(source, tokenizer, print)
+    documents = tokenize_chats(source, tokenizer, print)
     found = []
     for ids in np.split(documents.tokens[:], documents.ends[:-1]):
         counted = [int(each & (ANSWER - 1)) for each in ids if each >= ANSWER]

@@ -19,11 +19,11 @@ import pytest
 from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.recipe.fields.data import Corpus, StreamSettings
 from ortlaunch.worker.data import Batches, Blocks, Mixture, OwnSamples
-from ortlaunch.worker.data.corpus import files
+from ortlaunch.worker.data.corpus import corpus_files
 from ortlaunch.worker.data.reading import DataError, read_file
 from ortlaunch.worker.data.streams import remote
 from ortlaunch.worker.data.streams.samples import StreamedSamples
-from ortlaunch.worker.data.streams.writer import Streamed
+from ortlaunch.worker.data.streams.writer import StreamedCorpus
 
 LENGTH = 8
 SHUFFLE = 16
@@ -51,7 +51,7 @@ def encode(texts: list[str]) -> list[list[int]]:
 def stream(path: Path | str | list[str], folder: Path, buffer: int = 0) -> Any:
     paths = tuple(path) if isinstance(path, list) else (str(path),)
     corpus = Corpus(format="text", path=paths, document="line", stream=StreamSettings())
-    streamed = Streamed(corpus, files(corpus), encode, LENGTH, SHUFFLE, 7)
+    streamed = StreamedCorpus(corpus, corpus_files(corpus), encode, LENGTH, SHUFFLE, 7)
     return StreamedSamples(
         streamed,
         lambda documents, seed: Blocks(documents.tokens, LENGTH, False),
@@ -76,10 +76,10 @@ def trained(of: Batches, steps: range) -> list[Taken]:
         taken = []
         for rank in range(world):
             ids = of.micro_batch(step, 0, rank)["input_ids"].tolist()
-            taken += [*zip(of.indices(step, 0, rank), ids)]
-        of.passed(of.places_passed(step + 1))
+            taken += [*zip(of.sample_indices(step, 0, rank), ids)]
+        of.release_before(of.positions_passed(step + 1))
         found.append(taken)
-    of.close()
+    of.close_streams()
     return found
 
 
@@ -124,12 +124,12 @@ def test_a_resume_in_another_world_takes_the_same_samples(
     ):
         samples = stream(shards / "*.txt", tmp_path / ("same" if kept else str(number)))
         of = batches(samples, world)
-        of.go_on(begin, seen)
-        of.seek(positions)
+        of.begin_at(begin, seen)
+        of.seek_streams(positions)
         assert trained(of, range(begin, end)) == whole[begin:end]
         # As JSON, which a checkpoint is.
-        positions = json.loads(json.dumps(of.passed(of.places_passed(end))))
-        seen = of.places_passed(end)
+        positions = json.loads(json.dumps(of.release_before(of.positions_passed(end))))
+        seen = of.positions_passed(end)
 
 
 DAMAGES: dict[str, Callable[[bytes], bytes | None]] = {
@@ -154,7 +154,7 @@ def test_windows_after_a_power_failure(
     """Windows that are not what was written are written again, and the run says so."""
     of = batches(stream(shards / "*.txt", tmp_path))
     assert trained(of, range(3)) == whole[:3]
-    positions = of.passed(of.places_passed(3))
+    positions = of.release_before(of.positions_passed(3))
     # The window in use, and those that were written ahead.
     waiting = [path for path in tmp_path.rglob(f"*{ending}") if path.stem >= "000000002"]
     assert waiting
@@ -163,8 +163,8 @@ def test_windows_after_a_power_failure(
         path.unlink()
         path.write_bytes(data) if data is not None else None
     of = batches(stream(shards / "*.txt", tmp_path))
-    of.go_on(3, of.places_passed(3))
-    of.seek(positions)
+    of.begin_at(3, of.positions_passed(3))
+    of.seek_streams(positions)
     assert trained(of, range(3, 20)) == whole[3:20]
     said = "its tokens are not as they were written" in capfd.readouterr().out
     assert said or ending == ".json"
@@ -176,18 +176,18 @@ def test_a_resume_opens_one_file(
     """The position alone leads to the file and the document, in any epoch."""
     of = batches(stream(shards / "*.txt", tmp_path / "a"))
     trained(of, range(66))
-    positions = of.passed(of.places_passed(66))
+    positions = of.release_before(of.positions_passed(66))
     opened = []
     from ortlaunch.worker.data.streams import writer
 
     read = writer.read_file
     monkeypatch.setattr(writer, "read_file", lambda *a: (opened.append(a[0]), read(*a))[1])
     again = batches(stream(shards / "*.txt", tmp_path / "b"))
-    again.go_on(66, 66 * GLOBAL)
-    again.seek(positions)
+    again.begin_at(66, 66 * GLOBAL)
+    again.seek_streams(positions)
     assert trained(again, range(66, 67)) == whole[66:67]
     assert len({*opened}) <= 3
-    assert opened[0] == again.streams[0].streamed.file(positions[0].turn)
+    assert opened[0] == again.streams[0].streamed.file_of_turn(positions[0].turn)
 
 
 def test_a_rollback_reads_deleted_windows_again(
@@ -196,10 +196,10 @@ def test_a_rollback_reads_deleted_windows_again(
     """The same process goes back to a checkpoint whose windows are gone."""
     of = batches(stream(shards / "*.txt", tmp_path), 2)
     trained(of, range(5))
-    positions = of.passed(5 * GLOBAL)
+    positions = of.release_before(5 * GLOBAL)
     trained(of, range(5, 50))
-    of.go_on(5, 5 * GLOBAL)
-    of.seek(positions)
+    of.begin_at(5, 5 * GLOBAL)
+    of.seek_streams(positions)
     assert trained(of, range(5, 50)) == whole[5:50]
 
 
@@ -219,13 +219,13 @@ def test_the_disk_space_is_bounded(shards: Path, tmp_path: Path) -> None:
     most = 0
     for step in range(steps):
         assert len(of.micro_batch(step, 0, 0)["input_ids"]) == GLOBAL
-        of.passed(of.places_passed(step + 1))
+        of.release_before(of.positions_passed(step + 1))
         before, after = sizes(tmp_path), None
         # Until the writer waits for room, as files come and go while they are listed.
         while before != after:
             before, after = sizes(tmp_path), before
         most = max(most, sum(before.values()))
-    of.close()
+    of.close_streams()
     assert steps * GLOBAL * LENGTH * 4 > 20 * buffer
     assert 2 * WINDOW < most <= buffer
 
@@ -239,11 +239,11 @@ def test_a_mixture_of_a_stream_and_indexed_samples(shards: Path, tmp_path: Path)
 
     one = batches(mixed("a"))
     first = trained(one, range(20))
-    positions = one.passed(20 * GLOBAL)
+    positions = one.release_before(20 * GLOBAL)
     rest = trained(one, range(20, 50))
     again = batches(mixed("b"), 3)
-    again.go_on(20, 20 * GLOBAL)
-    again.seek(positions)
+    again.begin_at(20, 20 * GLOBAL)
+    again.seek_streams(positions)
     assert trained(again, range(20, 50)) == rest
     streamed = [ids[0] >= 0 and ids[-1] > 0 for step in first + rest for _, ids in step]
     assert 0.7 < sum(streamed) / len(streamed) < 0.8
@@ -318,7 +318,7 @@ def test_a_lost_connection_is_tried_again(
 ) -> None:
     """A server that fails in each third request gives the samples of the local files."""
     monkeypatch.setattr(remote, "_PAUSES", (0.01,) * 9)
-    monkeypatch.setattr(remote, "_BLOCK", 700)
+    monkeypatch.setattr(remote, "_BLOCK_BYTES", 700)
     names = sorted(path.name for path in shards.iterdir())
     with served(shards, failing=3) as (url, handler):
         samples = stream([f"{url}/{name}" for name in names], tmp_path)
@@ -334,14 +334,14 @@ def test_parquet_over_http(
     from pyarrow import Table, parquet
 
     monkeypatch.setattr(remote, "_PAUSES", (0.01,) * 9)
-    monkeypatch.setattr(remote, "_BLOCK", 2000)
+    monkeypatch.setattr(remote, "_BLOCK_BYTES", 2000)
     chance = random.Random(7)
     texts = ["".join(chance.choices("abcdefghij ", k=90)) for _ in range(2000)]
     parquet.write_table(Table.from_pydict({"text": texts}), tmp_path / "a.parquet", 100)
     size = (tmp_path / "a.parquet").stat().st_size
     with served(tmp_path, failing=2) as (url, handler):
         corpus = Corpus(format="parquet", path=(f"{url}/a.parquet",), stream=StreamSettings())
-        rows = read_file(files(corpus)[0], "parquet")
+        rows = read_file(corpus_files(corpus)[0], "parquet")
         assert next(rows).values == {"text": texts[0]}
         # The metadata at the end, and groups of rows: not a request for each block.
         assert len(handler.requests) < size // 2000
@@ -429,7 +429,7 @@ def test_errors_of_a_server(
     said: str,
 ) -> None:
     """A file that is absent, a server without ranges and bad bytes are errors of the data."""
-    monkeypatch.setattr(remote, "_BLOCK", 100)
+    monkeypatch.setattr(remote, "_BLOCK_BYTES", 100)
     folder = tmp_path / "served"
     folder.mkdir()
     # Larger than what is read at once.

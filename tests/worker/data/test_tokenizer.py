@@ -16,7 +16,7 @@ from ortlaunch.cache import take_cache_notes
 from ortlaunch.errors import InputError
 from ortlaunch.recipe.fields.data import Data
 from ortlaunch.worker.data import tokenizer as tokenizer_module
-from ortlaunch.worker.data.tokenizer import load_tokenizer, pinned
+from ortlaunch.worker.data.tokenizer import load_tokenizer, pinned_folder
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ import sys
 from ortlaunch.recipe.fields.data import Data
 from ortlaunch.worker.data import tokenizer
 for kind, letters in (("wordpiece", 1000), ("wordpiece", 20), ("bpe", 1000)):
-    tokenizer._MOST_LETTERS = letters
+    tokenizer._MAX_CHARACTERS = letters
     made = tokenizer.load_tokenizer(Data.model_validate({
         "train": {"format": "text", "path": [sys.argv[1]]},
         "tokenizer": {"train": kind, "vocab_size": 410 + letters // 100}, "sequence_length": 16}))
@@ -71,7 +71,7 @@ def test_training_gives_the_same_words_in_every_process(
     ).stdout
     monkeypatch.setattr(sys, "argv", ["-c", str(corpus)])
     # The code of _TRAIN sets this constant; monkeypatch restores it.
-    monkeypatch.setattr(tokenizer_module, "_MOST_LETTERS", tokenizer_module._MOST_LETTERS)
+    monkeypatch.setattr(tokenizer_module, "_MAX_CHARACTERS", tokenizer_module._MAX_CHARACTERS)
     # In this process strings have other hashes.
     exec(_TRAIN, {})
     here = capsys.readouterr().out
@@ -117,7 +117,7 @@ def test_the_pieces_of_words_are_no_special_words(corpus: Path) -> None:
 
 def test_rare_letters_are_unknown(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the most frequent characters get a token of their own."""
-    monkeypatch.setattr(tokenizer_module, "_MOST_LETTERS", 10)
+    monkeypatch.setattr(tokenizer_module, "_MAX_CHARACTERS", 10)
     made = load_tokenizer(data(corpus, {"train": "wordpiece", "vocab_size": 420}))
     letters = {
         word.removeprefix("##") for word in made.get_vocab() if len(word.removeprefix("##")) == 1
@@ -158,9 +158,11 @@ def test_a_word_without_end(kind: str, sign: str, corpus: Path) -> None:
 def test_trained_once(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tokenizer is trained once for each corpus and vocabulary size."""
     trained = []
-    original = tokenizer_module._bpe
+    original = tokenizer_module._train_bpe
     monkeypatch.setattr(
-        tokenizer_module, "_bpe", lambda data, size: (trained.append(size), original(data, size))[1]
+        tokenizer_module,
+        "_train_bpe",
+        lambda data, size: (trained.append(size), original(data, size))[1],
     )
     for size in (300, 300, 310):
         load_tokenizer(data(corpus, {"train": "bpe", "vocab_size": size}))
@@ -225,7 +227,7 @@ def test_a_revision_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (model / "snapshots" / commit / "config.json").write_text("{}")
     (model / "refs").mkdir()
     (model / "refs" / "v2").write_text(commit)
-    assert pinned("a/b@v2") == str(model / "snapshots" / commit)
-    assert pinned("a/b") == "a/b"
+    assert pinned_folder("a/b@v2") == str(model / "snapshots" / commit)
+    assert pinned_folder("a/b") == "a/b"
     with pytest.raises(OSError, match="cached snapshot"):
-        pinned("a/b@v3")
+        pinned_folder("a/b@v3")

@@ -17,8 +17,13 @@ from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.run_folder.resume_record import FROM_THE_BEGINNING
 from ortlaunch.worker.data import LoadedData
 from ortlaunch.worker.data.reading import DataError
-from ortlaunch.worker.data.vocabulary import Vocabulary, goes_on_with, keep, of_run
-from ortlaunch.worker.evaluation.evaluate_model import evaluated
+from ortlaunch.worker.data.vocabulary import (
+    Vocabulary,
+    vocabulary_of_checkpoint,
+    vocabulary_of_run,
+    write_vocabulary,
+)
+from ortlaunch.worker.evaluation.evaluate_model import evaluate_model_file
 from ortlaunch.worker.model.model import build_model
 from tests.worker.models import BERT, recipe
 
@@ -100,7 +105,7 @@ def test_a_model_is_evaluated_by_its_own_labels(
     from transformers import pipeline
 
     classify: Any = pipeline("text-classification", foreign)
-    found = evaluated(
+    found = evaluate_model_file(
         classifier(tmp_path, ["x", "y"], words, pretrained=foreign), Path(foreign), tmp_path
     )
     # The accuracy must be that of transformers' own pipeline.
@@ -133,27 +138,29 @@ def test_a_trained_tokenizer_stays(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     first = LoadedData(chosen)
     run.path.mkdir()
-    keep(run, chosen, first.tokenizer, first.class_names, first.classes)
+    write_vocabulary(run, chosen, first.tokenizer, first.class_names, first.classes)
     corpus.write_text(corpus.read_text() + "\n\nquite other words")
     # The run has no checkpoint yet.
-    assert goes_on_with(run, chosen) is None
+    assert vocabulary_of_checkpoint(run, chosen) is None
     other = LoadedData(chosen).tokenizer.get_vocab()
     assert other != first.tokenizer.get_vocab()
     run.checkpoint_folder(2).mkdir(parents=True)
     (run.checkpoint_folder(2) / "COMPLETE").touch()
-    then = LoadedData(chosen, vocabulary=goes_on_with(run, chosen)).tokenizer
+    then = LoadedData(chosen, vocabulary=vocabulary_of_checkpoint(run, chosen)).tokenizer
     assert then.backend_tokenizer.to_str() == first.tokenizer.backend_tokenizer.to_str()
     assert then.special_tokens_map == first.tokenizer.special_tokens_map
     # A recipe with another vocabulary size trains a tokenizer of its own.
     larger = chosen.data.model_copy(
         update={"tokenizer": TokenizerTraining(train="wordpiece", vocab_size=410)}
     )
-    found = goes_on_with(run, chosen.model_copy(update={"data": larger}))
+    found = vocabulary_of_checkpoint(run, chosen.model_copy(update={"data": larger}))
     assert found is not None
     assert found.tokenizer is None
     # With the kept tokenizer the corpus is not read.
     corpus.unlink()
-    assert len(LoadedData(chosen, vocabulary=of_run(run)).tokenizer) == len(first.tokenizer)
+    assert len(LoadedData(chosen, vocabulary=vocabulary_of_run(run)).tokenizer) == len(
+        first.tokenizer
+    )
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", None], ids=["empty", "cut", "zeros"])
@@ -167,17 +174,17 @@ def test_a_damaged_tokenizer_names_its_remedy(tmp_path: Path, damage: bytes | No
     run = RunDir(tmp_path / "run")
     run.checkpoint_folder(2).mkdir(parents=True)
     (run.checkpoint_folder(2) / "COMPLETE").touch()
-    keep(run, chosen, LoadedData(chosen).tokenizer, [], 0)
+    write_vocabulary(run, chosen, LoadedData(chosen).tokenizer, [], 0)
     before = run.vocabulary.stat().st_mtime_ns
     # The next start leaves it alone.
-    keep(run, chosen, None, [], 0)  # type: ignore[arg-type]
-    assert (of_run(run) is not None, run.vocabulary.stat().st_mtime_ns) == (True, before)
+    write_vocabulary(run, chosen, None, [], 0)  # type: ignore[arg-type]
+    assert (vocabulary_of_run(run) is not None, run.vocabulary.stat().st_mtime_ns) == (True, before)
     file = run.tokenizer / "tokenizer.json"
     file.write_bytes(bytes(file.stat().st_size) if damage is None else damage)
     with pytest.raises(
         DamagedFile, match=r"tokenizer: is damaged: tokenizer\.json .*delete .*vocabulary\.json"
     ):
-        of_run(run)
+        vocabulary_of_run(run)
 
 
 def test_a_run_that_goes_on_from_another(tmp_path: Path) -> None:
@@ -187,11 +194,11 @@ def test_a_run_that_goes_on_from_another(tmp_path: Path) -> None:
     other.path.mkdir()
     run.path.mkdir()
     chosen = classifier(tmp_path, [*NEWS])
-    keep(other, chosen, None, [*NEWS], 3)
+    write_vocabulary(other, chosen, None, [*NEWS], 3)
     replace(
         FROM_THE_BEGINNING, checkpoint=str(other.checkpoint_folder(4)), source=str(other)
     ).write(run)
-    found = goes_on_with(run, chosen)
+    found = vocabulary_of_checkpoint(run, chosen)
     assert found is not None
     assert dict(found.labels) == NEWS
 
@@ -215,4 +222,4 @@ def test_a_damaged_vocabulary_names_its_remedy(
     with pytest.raises(
         DamagedFile, match=rf"vocabulary\.json: is damaged: .*({why}).*Copy it from another run"
     ):
-        of_run(run)
+        vocabulary_of_run(run)

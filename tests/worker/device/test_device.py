@@ -25,8 +25,8 @@ from ortlaunch.worker.checkpoint.restore import Shards
 from ortlaunch.worker.checkpoint.tensor_file import read_range
 from ortlaunch.worker.data import LoadedData, collate
 from ortlaunch.worker.device import graph
-from ortlaunch.worker.device.artifacts import as_on_a_device, ondevice
-from ortlaunch.worker.device.average import average
+from ortlaunch.worker.device.artifacts import device_recipe, write_device_artifacts
+from ortlaunch.worker.device.average import write_average
 from ortlaunch.worker.device.device import (
     SAMPLES,
     STEPS,
@@ -35,11 +35,11 @@ from ortlaunch.worker.device.device import (
     load_state,
     save_state,
 )
-from ortlaunch.worker.device.evaluate import evaluate
-from ortlaunch.worker.device.inference import export
-from ortlaunch.worker.device.train import train
-from ortlaunch.worker.evaluation.evaluate_model import evaluated, measured
-from ortlaunch.worker.export.export_checkpoint import write as write_export
+from ortlaunch.worker.device.evaluate import evaluate_checkpoint
+from ortlaunch.worker.device.inference import export_for_inference
+from ortlaunch.worker.device.train import train_on_device
+from ortlaunch.worker.evaluation.evaluate_model import evaluate_model_file, evaluate_module
+from ortlaunch.worker.export.export_checkpoint import write_checkpoint_export as write_export
 from ortlaunch.worker.export.import_checkpoint import import_checkpoint
 from ortlaunch.worker.model.model import LossModule, build_model
 from ortlaunch.worker.process_group.distributed import DistributedContext
@@ -71,15 +71,17 @@ class Made:
 
     def __init__(self, recipe: Recipe, folder: Path) -> None:
         folder.mkdir()
-        self.recipe = as_on_a_device(recipe, 2)
+        self.recipe = device_recipe(recipe, 2)
         self.place = DeviceFolder(folder)
         self.data = LoadedData(self.recipe)
         self.data.train, self.data.evaluation = First(self.data.train), First(self.data.train)
         self.whole: LossModule = build_model(self.recipe, self.data)
-        self.told = ondevice(self.recipe, folder, self.whole, self.data)
+        self.told = write_device_artifacts(self.recipe, folder, self.whole, self.data)
 
     def train(self, to: Path, steps: int | None = None, checkpoint: Path | None = None) -> Any:
-        train(self.place, self.recipe, self.data, checkpoint or self.place.checkpoint, to, steps)
+        train_on_device(
+            self.place, self.recipe, self.data, checkpoint or self.place.checkpoint, to, steps
+        )
         return load_state(to)
 
 
@@ -123,7 +125,7 @@ def test_steps_are_pytorchs(bert: Made) -> None:
 
 def steps_are_pytorchs(made: Made, batches: list[Any]) -> None:
     """Compare losses and weights of two steps with those of plain PyTorch."""
-    device = Device(made.place, made.place.checkpoint, trains=True)
+    device = Device(made.place, made.place.checkpoint, is_training=True)
     whole = build_model(made.recipe, made.data).float()
     optimizer = torch.optim.AdamW(
         whole.parameters(), lr=1e-2, weight_decay=0.1, eps=made.recipe.optimizer.epsilon
@@ -134,7 +136,7 @@ def steps_are_pytorchs(made: Made, batches: list[Any]) -> None:
         torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        assert device.step(batch, 1e-2) == pytest.approx(loss.item(), abs=1e-5)
+        assert device.train_step(batch, 1e-2) == pytest.approx(loss.item(), abs=1e-5)
     found = weights(device.state)
     for name, value in whole.named_parameters():
         torch.testing.assert_close(torch.tensor(found[name]), value.detach(), atol=2e-5, rtol=0)
@@ -185,12 +187,12 @@ def test_a_device_hears_and_sees(
 
 def test_more_steps_than_epochs_have(bert: Made) -> None:
     """The recommended options for more steps are valid: max_steps excludes epochs."""
-    from ortlaunch.worker.device.train import _more
+    from ortlaunch.worker.device.train import _more_steps_options
 
-    assert _more(bert.recipe, 9) == "train.max_steps=9"
+    assert _more_steps_options(bert.recipe, 9) == "train.max_steps=9"
     train = bert.recipe.train.model_copy(update={"epochs": 1.0, "max_steps": None})
     assert (
-        _more(bert.recipe.model_copy(update={"train": train}), 9)
+        _more_steps_options(bert.recipe.model_copy(update={"train": train}), 9)
         == "train.max_steps=9 train.epochs=null"
     )
 
@@ -211,11 +213,11 @@ def test_it_learns_goes_on_and_leaves(
         bert.train(tmp_path / "more", checkpoint=tmp_path / "six")
 
     # The loss has become lower, and is equal by the artifacts and by the exported model.
-    before = evaluate(bert.place, bert.recipe, bert.data, bert.place.checkpoint)
-    after = evaluate(bert.place, bert.recipe, bert.data, tmp_path / "six")
+    before = evaluate_checkpoint(bert.place, bert.recipe, bert.data, bert.place.checkpoint)
+    after = evaluate_checkpoint(bert.place, bert.recipe, bert.data, tmp_path / "six")
     assert after.metrics["loss"] < before.metrics["loss"] - 0.1
     assert (after.step, after.samples) == (6, 8)
-    export(bert.place, tmp_path / "six", tmp_path / "model")
+    export_for_inference(bert.place, tmp_path / "six", tmp_path / "model")
     assert {path.name for path in (tmp_path / "model").iterdir()} >= {
         "model.onnx",
         "config.json",
@@ -223,7 +225,7 @@ def test_it_learns_goes_on_and_leaves(
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ortlaunch.worker.data.load_data", lambda *_, **__: bert.data)
-        found = evaluated(bert.recipe, tmp_path / "model" / "model.onnx", tmp_path)
+        found = evaluate_model_file(bert.recipe, tmp_path / "model" / "model.onnx", tmp_path)
     assert found.metrics["loss"] == pytest.approx(after.metrics["loss"], abs=1e-5)
     assert found.metrics["next_sentence_accuracy"] == after.metrics["next_sentence_accuracy"]
 
@@ -264,17 +266,17 @@ def test_documents_do_not_see_each_other(tmp_path: Path) -> None:
     # The mask makes a difference in this model.
     assert abs(loss - across) > 0.01
     assert any("use one row per document" in note for note in made.told.notes)
-    device = Device(made.place, made.place.checkpoint, trains=True)
-    assert device.step(batch, 1e-3) == pytest.approx(loss, abs=1e-5)
+    device = Device(made.place, made.place.checkpoint, is_training=True)
+    assert device.train_step(batch, 1e-3) == pytest.approx(loss, abs=1e-5)
 
     group = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
-    expected = measured(made.recipe, made.whole, made.data.evaluation, group)
-    given = evaluate(made.place, made.recipe, made.data, made.place.checkpoint)
+    expected = evaluate_module(made.recipe, made.whole, made.data.evaluation, group)
+    given = evaluate_checkpoint(made.place, made.recipe, made.data, made.place.checkpoint)
     assert given.metrics["loss"] == pytest.approx(expected.metrics["loss"])
-    export(made.place, made.place.checkpoint, tmp_path / "model")
+    export_for_inference(made.place, made.place.checkpoint, tmp_path / "model")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ortlaunch.worker.data.load_data", lambda *_, **__: made.data)
-        found = evaluated(made.recipe, tmp_path / "model" / "model.onnx", tmp_path)
+        found = evaluate_model_file(made.recipe, tmp_path / "model" / "model.onnx", tmp_path)
     assert found.metrics["perplexity"] == pytest.approx(expected.metrics["perplexity"])
 
 
@@ -283,7 +285,7 @@ def test_clients_are_averaged(bert: Made, tmp_path: Path) -> None:
     one = bert.train(tmp_path / "one", steps=1)
     two = bert.train(tmp_path / "two", steps=3)
     clients = [tmp_path / "one", tmp_path / "two"]
-    average(bert.place, clients, None, tmp_path / "mean")
+    write_average(bert.place, clients, None, tmp_path / "mean")
     mean = load_state(tmp_path / "mean")
     first = weights(one)
     second = weights(two)
@@ -295,7 +297,7 @@ def test_clients_are_averaged(bert: Made, tmp_path: Path) -> None:
         int_property(bert.train(tmp_path / "again", steps=2, checkpoint=tmp_path / "mean"), SAMPLES)
         == 4
     )
-    average(bert.place, clients, [1.0, 1.0], tmp_path / "even")
+    write_average(bert.place, clients, [1.0, 1.0], tmp_path / "even")
     name = next(iter(first))
     even = weights(load_state(tmp_path / "even"))[name]
     np.testing.assert_allclose(even, (first[name] + second[name]) / 2, atol=1e-6)
@@ -307,11 +309,11 @@ def test_what_cannot_be_averaged(bert: Made, tmp_path: Path) -> None:
     bert.train(good, steps=1)
     to = tmp_path / "mean"
     with pytest.raises(InputError, match="checkpoint trained on no sample since the last average"):
-        average(bert.place, [good, bert.place.checkpoint], None, to)
+        write_average(bert.place, [good, bert.place.checkpoint], None, to)
     with pytest.raises(InputError, match="got weight 0; a weight is above 0"):
-        average(bert.place, [good, good], [1.0, 0.0], to)
+        write_average(bert.place, [good, good], [1.0, 0.0], to)
     with pytest.raises(CheckpointError, match=r"device\.json is no checkpoint of onnxruntime's"):
-        average(bert.place, [good, bert.place.description], None, to)
+        write_average(bert.place, [good, bert.place.description], None, to)
 
     # A checkpoint with nan in one weight.
     spoiled = Device(bert.place, good)
@@ -320,7 +322,7 @@ def test_what_cannot_be_averaged(bert: Made, tmp_path: Path) -> None:
     parameters[name] = np.full_like(parameters[name].data, np.nan)
     save_state(spoiled.state, tmp_path / "nan", with_optimizer=False)
     with pytest.raises(CheckpointError, match=f"nan: {name} contains inf or nan"):
-        average(bert.place, [good, tmp_path / "nan"], None, to)
+        write_average(bert.place, [good, tmp_path / "nan"], None, to)
 
     # A checkpoint of a wider model.
     config = {"model_type": "bert", **SMALL, "intermediate_size": 48}
@@ -331,10 +333,10 @@ def test_what_cannot_be_averaged(bert: Made, tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"intermediate.*is of shape \[48.*, and of \[32.* in the artifacts"
     ):
-        average(bert.place, [good, other.place.checkpoint], [1.0, 1.0], to)
+        write_average(bert.place, [good, other.place.checkpoint], [1.0, 1.0], to)
     shutil.copy(good, tmp_path / "copy")
     with pytest.raises(CheckpointError, match="is not of these artifacts: it has"):
-        average(
+        write_average(
             DeviceFolder(other_names(bert, tmp_path / "renamed")),
             [good, tmp_path / "copy"],
             None,
@@ -392,10 +394,14 @@ def test_batches_of_the_users_own_collate(tmp_path: Path, monkeypatch: pytest.Mo
     made = Made(recipe, tmp_path / "artifacts")
     # The subcommands read the recipe from the folder.
     assert load(made.place.recipe).recipe == made.recipe
-    before = evaluate(made.place, made.recipe, made.data, made.place.checkpoint).metrics["loss"]
+    before = evaluate_checkpoint(made.place, made.recipe, made.data, made.place.checkpoint).metrics[
+        "loss"
+    ]
     made.train(tmp_path / "trained")
     assert (
-        evaluate(made.place, made.recipe, made.data, tmp_path / "trained").metrics["loss"]
+        evaluate_checkpoint(made.place, made.recipe, made.data, tmp_path / "trained").metrics[
+            "loss"
+        ]
         < before / 4
     )
 
@@ -457,7 +463,7 @@ def test_a_checkpoint_returns_to_its_run(
     write_export(run, 2, artifacts.path, "ondevice")
     device_recipe = read_resolved(artifacts.recipe)
     data = LoadedData(device_recipe)
-    train(artifacts, device_recipe, data, artifacts.checkpoint, artifacts.checkpoint, 1)
+    train_on_device(artifacts, device_recipe, data, artifacts.checkpoint, artifacts.checkpoint, 1)
     back = RunDir(tmp_path / "back")
     import_checkpoint(artifacts, artifacts.checkpoint, run, 2, back)
     assert "checkpoint of step 2, without optimizer state" in capsys.readouterr().out
@@ -530,4 +536,6 @@ def test_weights_that_differ_from_the_run_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"short.f32 has 12 bytes; the .* trained weights take"
     ):
-        average(artifacts, [tmp_path / "short.f32", artifacts.checkpoint], [1, 1], tmp_path / "to")
+        write_average(
+            artifacts, [tmp_path / "short.f32", artifacts.checkpoint], [1, 1], tmp_path / "to"
+        )

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from ortlaunch.worker.engine.allocator import KEPT, keep_freed_memory
+from ortlaunch.worker.engine.allocator import KEPT_MEMORY_TEXT, keep_freed_memory
 
 FAULTS = """
 import ctypes, resource, sys
-from ortlaunch.worker.engine.allocator import give_back_freed_memory, keep_freed_memory
+from ortlaunch.worker.engine.allocator import trim_heap, keep_freed_memory
 if sys.argv[1] != "plain":
     keep_freed_memory({})
 def step():
@@ -23,7 +23,7 @@ def step():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 step()
 if sys.argv[1] == "given back":
-    give_back_freed_memory()
+    trim_heap()
 print(step())
 """
 # Pages of 16 MiB.
@@ -86,7 +86,7 @@ print(environ.get("THP_MEM_ALLOC_ENABLE"))
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
     words, asked = done.stdout.splitlines()
-    assert words.startswith(f"{KEPT}; larger ones {said}")
+    assert words.startswith(f"{KEPT_MEMORY_TEXT}; larger ones {said}")
     assert asked == str(found)
 
 

@@ -14,13 +14,13 @@ from ortlaunch.worker.engine import binding
 from ortlaunch.worker.engine.binding import (
     Bound,
     Cpu,
-    bind,
-    choose,
-    cpus_of,
+    bind_process_to_cores,
+    choose_cores,
+    format_cpu_list,
     gpu_nodes,
     let_waiting_threads_sleep,
-    numbers,
-    shown,
+    parse_cpu_list,
+    sort_cpus_by_node,
 )
 from tests.makers import host, plan, recipe
 
@@ -64,9 +64,15 @@ def test_cores_of_ranks(
     threads: int | None,
 ) -> None:  # fmt: skip
     """All ranks get equally many cores, whole if possible, beside their GPU and in one node."""
-    found = [choose(asked, cpus, Rank(rank, ranks, rank, ranks), gpus) for rank in range(ranks)]
-    assert [shown(one.cpus) for one in found] == cores
-    assert (found[0].used, found[0].threads, bool(found[0].why)) == (used, threads, used == "none")
+    found = [
+        choose_cores(asked, cpus, Rank(rank, ranks, rank, ranks), gpus) for rank in range(ranks)
+    ]
+    assert [format_cpu_list(one.cpus) for one in found] == cores
+    assert (found[0].used, found[0].threads, bool(found[0].unbound_reason)) == (
+        used,
+        threads,
+        used == "none",
+    )
 
 
 @pytest.fixture
@@ -76,7 +82,9 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cpus: bound.append(set(cpus)))
     monkeypatch.setattr(
-        binding, "cpus_of", lambda allowed: [Cpu(0, number, number) for number in sorted(allowed)]
+        binding,
+        "sort_cpus_by_node",
+        lambda allowed: [Cpu(0, number, number) for number in sorted(allowed)],
     )
     return bound
 
@@ -88,18 +96,20 @@ def test_threads_follow(cores: list[set[int]]) -> None:
     made = plan(recipe(), [host("a", 2)], "torchrun")
     # torchrun's value, not the user's.
     environ = {"OMP_NUM_THREADS": "1"}
-    assert bind("core", made, rank, environ) == Bound("core", "core", (2, 3), 2, None)
+    assert bind_process_to_cores("core", made, rank, environ) == Bound(
+        "core", "core", (2, 3), 2, None
+    )
     assert (environ, cores) == ({"OMP_NUM_THREADS": "2"}, [{2, 3}])
     for count in ("1", "3"):
         made = plan(recipe(launch={"env": {"OMP_NUM_THREADS": count}}), [host("a", 2)], "torchrun")
         if count == "1":
-            assert bind("core", made, rank, {"OMP_NUM_THREADS": "1"}).threads == 1
+            assert bind_process_to_cores("core", made, rank, {"OMP_NUM_THREADS": "1"}).threads == 1
             continue
         with pytest.raises(
             LaunchError,
             match=r"^launch.binding is core, OMP_NUM_THREADS is 3, and a rank would have 2",
         ):
-            bind("core", made, rank, {"OMP_NUM_THREADS": "3"})
+            bind_process_to_cores("core", made, rank, {"OMP_NUM_THREADS": "3"})
     assert len(cores) == 2
 
 
@@ -107,8 +117,12 @@ def test_a_launcher_of_the_users_own_binds_or_does_not(cores: list[set[int]]) ->
     """The ranks of the user's own launcher are not bound."""
     # Its ranks may have their cores already, which must not be divided again.
     made = plan(recipe(), [host("a", 2)], "inside")
-    found = bind("core", made, Rank(0, 2, 0, 2), {})
-    assert (found.used, "srun --cpu-bind" in (found.why or ""), cores) == ("none", True, [])
+    found = bind_process_to_cores("core", made, Rank(0, 2, 0, 2), {})
+    assert (found.used, "srun --cpu-bind" in (found.unbound_reason or ""), cores) == (
+        "none",
+        True,
+        [],
+    )
 
 
 def test_what_the_kernel_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +140,12 @@ def test_what_the_kernel_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(binding, "_SYSTEM", tmp_path)
     monkeypatch.setattr(binding, "_GPUS", tmp_path / "gpus")
     monkeypatch.setattr(binding, "_PCI", tmp_path / "pci")
-    assert cpus_of({0, 1, 2, 3}) == [Cpu(0, 0, 0), Cpu(0, 0, 2), Cpu(1, 1, 1), Cpu(1, 1, 3)]
+    assert sort_cpus_by_node({0, 1, 2, 3}) == [
+        Cpu(0, 0, 0),
+        Cpu(0, 0, 2),
+        Cpu(1, 1, 1),
+        Cpu(1, 1, 3),
+    ]
     made = plan(recipe(launch={"device": "cuda"}), [Host("a", 2, (0, 1))], "torchrun")
     # Plans are frozen.
     object.__setattr__(made, "device", "cuda")
@@ -137,7 +156,7 @@ def test_what_the_kernel_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_lists_as_the_kernel_writes_them() -> None:
     """A list in the kernel's form is read and written without change."""
-    assert shown(numbers("0-2,5,7-8\n")) == "0-2,5,7-8"
+    assert format_cpu_list(parse_cpu_list("0-2,5,7-8\n")) == "0-2,5,7-8"
 
 
 @pytest.mark.parametrize(

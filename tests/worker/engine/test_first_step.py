@@ -81,8 +81,8 @@ def test_the_first_step_in_bf16_is_the_optimizers_first(stage: int, name: str, k
         assert parameter.grad is not None
         master.grad = parameter.grad.float()
     kind(masters, lr=RATE, eps=made.optimizer.epsilon, weight_decay=0.5).step()
-    stepper.micro_step({"x": x}, last=True)
-    stepper.apply(RATE)
+    stepper.micro_step({"x": x}, is_last_of_step=True)
+    stepper.clip_and_step(RATE)
     for parameter, master in zip(model.parameters(), masters):
         assert torch.equal(parameter, master.bfloat16())
 
@@ -105,8 +105,8 @@ def test_an_offloaded_optimizer_trains_as_one_that_is_not(
         chosen = build_optimizer(made.optimizer, model, "eager", CPU, config, 1)
         stepper = DeepSpeedStepper(model, chosen.optimizer, GROUP, config)
         for _ in range(3):
-            stepper.micro_step({"x": torch.randn(4, 8, generator=generator)}, last=True)
-            stepper.apply(RATE)
+            stepper.micro_step({"x": torch.randn(4, 8, generator=generator)}, is_last_of_step=True)
+            stepper.clip_and_step(RATE)
         with GatheredParameters(list(model.parameters()), enabled=stage == 3):
             return [parameter.detach().clone() for parameter in model.parameters()]
 

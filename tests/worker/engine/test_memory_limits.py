@@ -69,15 +69,15 @@ def test_the_machine_is_shared_by_its_ranks() -> None:
 
 TAKES = """
 import resource, sys, torch
-from ortlaunch.worker.engine.memory_limits import RankLimits, status
+from ortlaunch.worker.engine.memory_limits import RankLimits, process_status_bytes
 if sys.argv[1] == "RLIMIT_AS":
-    limit = status("VmSize") + (1 << 30)
+    limit = process_status_bytes("VmSize") + (1 << 30)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 limits = RankLimits(torch.device("cpu"), 1)
 taken = torch.ones(200 << 18)
 del taken
-share, limit = limits.tightest()
-print(limit.name, limit.taken() >> 20, share)
+share, limit = limits.tightest_limit()
+print(limit.name, limit.used_bytes() >> 20, share)
 """
 
 
@@ -107,7 +107,7 @@ options.settle_deepcopy(torch.nn.Linear(2, 2), Settings())
 limits = {limit.name: limit.size for limit in RankLimits(torch.device("cpu"), 1).limits}
 exported = options.report()["deepcopy_before_export"]
 planned = machine.smallest_memory_limit()
-print(json.dumps([planned.name, planned.size, limits[planned.name], exported["limit"], exported["limit_bytes"]]))
+print(json.dumps([planned.name, planned.total_bytes, limits[planned.name], exported["limit"], exported["limit_bytes"]]))
 """
 
 

@@ -12,8 +12,8 @@ from torch import nn
 from ortlaunch.errors import InputError
 from ortlaunch.recipe.fields.optimizer import Optimizer
 from ortlaunch.worker.engine.lamb import Lamb
-from ortlaunch.worker.engine.optimizer import _why_not_these, build_optimizer
-from ortlaunch.worker.model.parameter_groups import parameter_groups
+from ortlaunch.worker.engine.optimizer import _unsupported_reason, build_optimizer
+from ortlaunch.worker.model.parameter_groups import build_parameter_groups
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
@@ -68,7 +68,7 @@ def test_words_of_no_decay_choose_the_group(
 ) -> None:
     """Each parameter is in one group, without decay if its name matches; no group is empty."""
     model = Net()
-    groups, notes = parameter_groups(
+    groups, notes = build_parameter_groups(
         recipe(**({} if no_decay is None else {"no_decay": no_decay})), model
     )
     assert notes == ()
@@ -80,7 +80,7 @@ def test_frozen_parameters_are_left_out() -> None:
     """A frozen parameter is in no group, and a name that matches only frozen ones is noted."""
     model = Net()
     model.dense.requires_grad_(False)
-    groups, notes = parameter_groups(recipe(no_decay=("dense", "norm")), model)
+    groups, notes = build_parameter_groups(recipe(no_decay=("dense", "norm")), model)
     assert [names(model, group) for group in groups] == [
         ["LayerNorm.weight", "LayerNorm.bias"],
         ["input_layernorm.weight", "q_norm.weight"],
@@ -134,7 +134,7 @@ def test_an_idle_word_is_noted(fields: dict[str, Any], noted: str | None) -> Non
 def test_what_runs_on_cpu(name: str, kind: type, used: str, why: str) -> None:
     """The record names the class that runs, and the reason if it replaces another."""
     chosen = build_optimizer(recipe(name=name), Net(), "ort", CPU)
-    assert (type(chosen.optimizer), chosen.used, chosen.why) == (kind, used, why)
+    assert (type(chosen.optimizer), chosen.used, chosen.replacement_reason) == (kind, used, why)
     assert bool(chosen.optimizer.defaults.get("fused")) is (name == "fused_adam")
 
 
@@ -142,7 +142,7 @@ def test_fused_adam_on_a_gpu_without_onnx_runtime() -> None:
     """Without engine ort, torch's fused AdamW replaces FusedAdam, with the reason."""
     chosen = build_optimizer(recipe(name="fused_adam"), Net(), "inductor", CUDA)
     assert chosen.used == "torch.optim.AdamW(fused=True)"
-    assert chosen.why == "ONNX Runtime is not loaded with engine inductor"
+    assert chosen.replacement_reason == "ONNX Runtime is not loaded with engine inductor"
 
 
 def test_settings_arrive() -> None:
@@ -250,7 +250,7 @@ def test_fused_adam_is_replaced_where_it_would_write_elsewhere(
     )
     if zero is None:
         model = nn.ParameterList([*model][:1])
-    found = _why_not_these(parameter_groups(recipe(), model)[0], zero, ranks)
+    found = _unsupported_reason(build_parameter_groups(recipe(), model)[0], zero, ranks)
     assert why in found
     assert bool(why) == bool(found)
 

@@ -27,7 +27,7 @@ from ortlaunch.recipe import load
 from ortlaunch.resolve import shipped
 from ortlaunch.run_folder.folder import write_json_atomically
 from ortlaunch.worker.engine import prediction
-from ortlaunch.worker.engine.prediction import count, measure
+from ortlaunch.worker.engine.prediction import count_step_work, measure_operator_rates
 from ortlaunch.worker.model.model import LossModule
 from tests import makers
 from tests.training import run_here
@@ -51,8 +51,8 @@ def test_work_of_a_llama_is_that_of_its_matrices() -> None:
     """The matmuls of two passes are 6 operations for each weight and token; weights do not change."""
     model, batch = llama()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    one = count(RECIPE, model, batch, CPU, 1)
-    two = count(RECIPE, model, batch, CPU, 2)
+    one = count_step_work(RECIPE, model, batch, CPU, 1)
+    two = count_step_work(RECIPE, model, batch, CPU, 2)
     matrices = sum(
         p.numel() for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n
     )
@@ -73,7 +73,9 @@ def test_attention_is_counted_as_transformers_calls_it(hidden: int) -> None:
     model, batch = llama()
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     batch["attention_mask"][0, :hidden] = 0
-    counted, computed = (count(RECIPE, model, batch, CPU, 1, values) for values in (False, True))
+    counted, computed = (
+        count_step_work(RECIPE, model, batch, CPU, 1, values) for values in (False, True)
+    )
     kinds = {kind for kind, *_ in counted.work}
     assert ("causal attention" in kinds, "attention" in kinds) == (not hidden, bool(hidden))
     attention = [
@@ -85,9 +87,9 @@ def test_attention_is_counted_as_transformers_calls_it(hidden: int) -> None:
 def test_frozen_parameters_have_no_gradients() -> None:
     """A model with frozen parameters, such as LoRA's, is counted without their gradients."""
     model, batch = llama()
-    whole = count(RECIPE, model, batch, CPU, 1)
+    whole = count_step_work(RECIPE, model, batch, CPU, 1)
     frozen = model.model.get_input_embeddings().requires_grad_(False).weight
-    found = count(RECIPE, model, batch, CPU, 1)
+    found = count_step_work(RECIPE, model, batch, CPU, 1)
     # Its gradient, Adam's two moments, and the count of Adam's steps.
     assert whole.model - found.model == 3 * frozen.nbytes + 4
     assert found.peak < whole.peak
@@ -107,7 +109,7 @@ def test_peak_is_that_of_a_real_step() -> None:
         optimizer.step()
         optimizer.zero_grad()
     peak = tracker.get_tracker_snapshot("peak")[CPU]["Total"]
-    assert count(RECIPE, model, batch, CPU, 1).peak == pytest.approx(peak, rel=0.02)
+    assert count_step_work(RECIPE, model, batch, CPU, 1).peak == pytest.approx(peak, rel=0.02)
 
 
 def test_rates_cover_all_kinds_of_work(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,8 +119,8 @@ def test_rates_cover_all_kinds_of_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prediction, "_ROUNDS", 1)
     monkeypatch.setattr(prediction, "_MOST_ROUNDS", 2)
     model, batch = llama()
-    rates = measure(CPU, torch.float32)
-    counted = count(RECIPE, model, batch, CPU, 1)
+    rates = measure_operator_rates(CPU, torch.float32)
+    counted = count_step_work(RECIPE, model, batch, CPU, 1)
     assert {kind for kind, *_ in counted.work} <= rates.keys()
     assert rates["matmul"][-1][1] < rates["matmul"][0][1]
     begun = predict(RECIPE, "cpu", counted, rates, "llama")
@@ -149,10 +151,10 @@ def test_a_prediction_in_doubt_is_not_printed(
     model, batch = llama()
     busy = iter((["sort (7): 98% of a core"], []))
     monkeypatch.setattr(machine, "busy_processes", lambda: next(busy))
-    kinds = {kind for kind, *_ in count(RECIPE, model, batch, CPU, 1).work}
+    kinds = {kind for kind, *_ in count_step_work(RECIPE, model, batch, CPU, 1).work}
     rates = {kind: [(1.0, 1.0)] for kind in kinds}
     # Measuring takes seconds and is test_rates_cover_all_kinds_of_work's.
-    monkeypatch.setattr(prediction, "measure", lambda *_: rates)
+    monkeypatch.setattr(prediction, "measure_operator_rates", lambda *_: rates)
     plan = makers.plan(RECIPE)
     prediction.write_prediction(RECIPE, plan, model, batch)
     found = cached(RECIPE, plan)
@@ -192,15 +194,17 @@ def test_rates_that_contradict_themselves(
     """Such rates are measured again, some times, and are named if they stay."""
     assert contradictions({"matmul": curve}) == ["matmul"] * is_wrong
     seconds = iter([1.0, 1.0, 500.0, 1.0] if is_wrong else [1.0, 1.0, 1.0])
-    monkeypatch.setattr(prediction, "_calls", lambda *_: [("sum", lambda: torch.ones(8).sum())])
-    monkeypatch.setattr(prediction, "_seconds", lambda *_, **__: next(seconds))
+    monkeypatch.setattr(
+        prediction, "_calls_by_kind", lambda *_: [("sum", lambda: torch.ones(8).sum())]
+    )
+    monkeypatch.setattr(prediction, "_least_seconds", lambda *_, **__: next(seconds))
     rounds: list[object] = []
     monkeypatch.setattr(
         prediction.prediction,
         "contradictions",
         lambda rates: rounds.append(rates) or (["sum"] if is_wrong and len(rounds) < 2 else []),
     )
-    measure(CPU, torch.float32)
+    measure_operator_rates(CPU, torch.float32)
     assert len([*seconds]) == 0
 
 
@@ -210,13 +214,13 @@ def test_end_of_a_run_prints_the_prediction_beside_the_measurement(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """`plan --predict` shows every engine; the run's end and its records have both figures."""
-    from ortlaunch.api.plans import planned
+    from ortlaunch.api.plans import plan_run
     from ortlaunch.cli import main
 
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
     name = "llama2-7b/tiny"
     changes = ("engine.name=eager", "train.max_steps=6")
-    found = planned(shipped.find(name), changes, None, {})
+    found = plan_run(shipped.find(name), changes, None, {})
     recipe = found.resolved.file.recipe
     assert "not predicted" in next(lines(recipe, found.plan))
     monkeypatch.setattr(sys, "argv", ["ortlaunch", "plan", name, *changes, "--predict"])

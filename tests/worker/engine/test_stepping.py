@@ -54,7 +54,8 @@ def test_weights_are_cast_once_a_step() -> None:
         inputs = torch.randn(PASSES, 4, 8)
         with Casts(model.linear.weight) as casts:
             ours = [
-                stepper.micro_step({"x": x}, last=i == PASSES - 1) for i, x in enumerate(inputs)
+                stepper.micro_step({"x": x}, is_last_of_step=i == PASSES - 1)
+                for i, x in enumerate(inputs)
             ]
         assert casts.count == 1, step
         for x, loss in zip(inputs, ours):
@@ -64,7 +65,7 @@ def test_weights_are_cast_once_a_step() -> None:
                 (expected / PASSES).backward()
             assert torch.equal(loss, expected.detach())
         assert torch.equal(model.linear.weight.grad, plain.linear.weight.grad)  # type: ignore[arg-type]
-        stepper.apply(RATE)
+        stepper.clip_and_step(RATE)
         optimizers[1].step()
         optimizers[1].zero_grad()
         assert torch.equal(model.linear.weight, plain.linear.weight)
@@ -78,16 +79,16 @@ def test_parameters_that_no_rank_uses_are_found() -> None:
     used = UsedParameters(model, group)
     for _ in range(2):
         model["a"](torch.ones(1, 2)).sum().backward()
-    assert used.unused() == ("b.bias", "c.weight")
+    assert used.end_and_list_unused() == ("b.bias", "c.weight")
 
 
 FORKS = """
 import os, torch
-from ortlaunch.worker.supervision.requests import Requests
-from ortlaunch.worker.engine.stepping import _weighted
-Requests().listen()
+from ortlaunch.worker.supervision.requests import RankRequests
+from ortlaunch.worker.engine.stepping import _weight_loss_or_end_child
+RankRequests().start_listening()
 child = os.fork()
-_weighted(torch.ones((), requires_grad=True), 1.0)
+_weight_loss_or_end_child(torch.ones((), requires_grad=True), 1.0)
 os._exit(0 if child == 0 else os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) + 10)
 """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ortlaunch.worker.evaluation.entities import Entities, are_tags, spans
+from ortlaunch.worker.evaluation.entities import EntityCounts, are_tags, entity_spans
 
 
 @pytest.mark.parametrize(
@@ -23,14 +23,14 @@ from ortlaunch.worker.evaluation.entities import Entities, are_tags, spans
 )  # fmt: skip
 def test_spans(tags: str, expected: set[tuple[int, int, str]]) -> None:
     """B starts an entity; I continues one of its type, else starts one; a row's end ends one."""
-    assert spans(tags.split()) == expected
+    assert entity_spans(tags.split()) == expected
 
 
 def test_whole_entities_are_right_or_not() -> None:
     """An entity is correct only if its words and its type are exactly right."""
     # By hand: of four labelled and three predicted entities one is correct. Half of one is not, nor
     # is one of another type.
-    found = Entities()
+    found = EntityCounts()
     found.add(["B-PER", "I-PER", "O", "B-LOC", "O"], ["B-PER", "I-PER", "O", "B-ORG", "O"])
     found.add(["B-LOC", "O", "O"], ["B-LOC", "I-LOC", "B-PER"])
     assert found.read(Alone()) == pytest.approx(
@@ -40,7 +40,7 @@ def test_whole_entities_are_right_or_not() -> None:
 
 def test_no_entity_at_all() -> None:
     """Without entities all metrics are 0, as conlleval's."""
-    found = Entities()
+    found = EntityCounts()
     found.add(["O"], ["O"])
     assert set(found.read(Alone()).values()) == {0}
 

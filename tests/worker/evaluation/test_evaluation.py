@@ -22,14 +22,14 @@ from ortlaunch.recipe.fields.best import KeepBest
 from ortlaunch.run_folder.folder import RunDir, read_own_json
 from ortlaunch.worker.data import IGNORED, Batches, OwnSamples, collate
 from ortlaunch.worker.engine.engine import build_engine
-from ortlaunch.worker.evaluation.entities import spans
+from ortlaunch.worker.evaluation.entities import entity_spans
 from ortlaunch.worker.evaluation.evaluation import evaluate
 from ortlaunch.worker.evaluation.scores import Scores, Transcripts
 from ortlaunch.worker.evaluation.word_scores import MaskedWords, SentencePairScore, word_outputs
 from ortlaunch.worker.model.model import LossModule
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.supervision.progress import Progress
-from ortlaunch.worker.training.best import require_metrics
+from ortlaunch.worker.training.best import require_evaluated_metrics
 from tests.makers import plan, recipe
 
 
@@ -129,12 +129,12 @@ def test_the_word_error_rate() -> None:
     meant = torch.tensor([[1, 2, 3, IGNORED, IGNORED], [1, 6, 5, 4, 3], [1, 2, *[IGNORED] * 3]])
     batch = {"labels": meant, "input_features": torch.zeros(3, 2, 2)}
     measure = Transcripts(engine)
-    measure.add(None, batch, counts=True)
-    measure.add(None, batch, counts=False)
+    measure.add(None, batch, is_counted=True)
+    measure.add(None, batch, is_counted=False)
     assert measure.read(alone, 0.0) == {"word_error_rate": (0 + 3 + 2) / 10}
     plain.tokenizer = None
     unknown = Transcripts(engine)
-    unknown.add(None, batch, counts=True)
+    unknown.add(None, batch, is_counted=True)
     assert unknown.read(alone, 0.0) == {}
 
 
@@ -384,8 +384,8 @@ def test_entities_on_any_ranks() -> None:
     rows = [{"input_ids": torch.randint(50, (8,)), "labels": torch.arange(8) % 3} for _ in range(5)]
     with torch.no_grad():
         given = model.eval()(collate(rows)["input_ids"]).logits.argmax(-1).tolist()
-    found = [spans(names[number] for number in row) for row in given]
-    meant = spans(names[number] for number in rows[0]["labels"].tolist())
+    found = [entity_spans(names[number] for number in row) for row in given]
+    meant = entity_spans(names[number] for number in rows[0]["labels"].tolist())
     right = sum(len(row & meant) for row in found)
     count = sum(map(len, found))
     expected = {
@@ -417,7 +417,7 @@ def test_the_best_by_entities_that_there_are_none_of(inside: str) -> None:
         r"classification_accuracy, f1_macro$"
     )
     with contextlib.nullcontext() if inside == "I-X" else pytest.raises(InputError, match=told):
-        require_metrics(session)
+        require_evaluated_metrics(session)
 
 
 def test_metrics_are_of_the_engines_own_pass() -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from ortlaunch.errors import HookError, InputError
 from ortlaunch.worker.data import OwnSamples, collate
 from ortlaunch.worker.data.own import DataError
-from ortlaunch.worker.evaluation.own_metric import OwnMetric
+from ortlaunch.worker.evaluation.own_metric import UserMetric
 from ortlaunch.worker.training import best
 from tests.training import session_here, train_here
 from tests.worker.evaluation import test_evaluation
@@ -71,7 +71,7 @@ class Ranks(test_evaluation.Ranks):
     def gather(self, mine: Any) -> list[Any]:
         return self.gather_numbers(mine)
 
-    def collect(self, mine: Any) -> list[Any]:
+    def gather_arrays_on_rank_0(self, mine: Any) -> list[Any]:
         found = self.gather(mine)
         return found if self.rank == 0 else []
 
@@ -99,14 +99,16 @@ def test_one_number_on_any_ranks(tmp_path: Path) -> None:
 
 def test_rows_of_many_lengths() -> None:
     """Batches that were padded to different lengths give a list of rows."""
-    metric = OwnMetric("metrics_of_a_test:spread")
+    metric = UserMetric("metrics_of_a_test:spread")
     for first, length in ((0, 3), (2, 4)):
         metric.add(
             range(first, first + 2),
             {"found": torch.ones(2)},
             {"y": torch.zeros(2), "x": torch.ones(2, length)},
         )
-    group: Any = SimpleNamespace(rank=0, collect=lambda mine: [mine], gather=lambda mine: [mine])
+    group: Any = SimpleNamespace(
+        rank=0, gather_arrays_on_rank_0=lambda mine: [mine], gather=lambda mine: [mine]
+    )
     assert metric.read(group, {}) == {"median": 1.0, "last": 1.0}
     assert [len(row) for row in SEEN[-1][1]["x"]] == [3, 3, 4, 4]
 

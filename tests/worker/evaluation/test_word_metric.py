@@ -33,7 +33,7 @@ class AnyRanks(Ranks):
     def gather(self, mine: Any) -> list[Any]:
         return self.gather_numbers(mine)
 
-    def collect(self, mine: Any) -> list[Any]:
+    def gather_arrays_on_rank_0(self, mine: Any) -> list[Any]:
         found = self.gather(mine)
         return found if self.rank == 0 else []
 

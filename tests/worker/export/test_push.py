@@ -16,9 +16,9 @@ from ortlaunch.errors import InputError, LaunchError, OrtlaunchError, RunError
 from ortlaunch.recipe import to_yaml
 from ortlaunch.run_folder.engine_report import EngineChoice
 from ortlaunch.run_folder.folder import RunDir, write_json_atomically, write_text_atomically
-from ortlaunch.worker.export.export import huggingface
-from ortlaunch.worker.export.model_card import model_card
-from ortlaunch.worker.export.push import check, push
+from ortlaunch.worker.export.export import write_huggingface
+from ortlaunch.worker.export.model_card import build_model_card
+from ortlaunch.worker.export.push import check_upload, push_export
 from tests.makers import bert, engine_report, onnxruntime
 from tests.worker.hub import Hub
 
@@ -48,7 +48,7 @@ def run(tmp_path: Path) -> RunDir:
 
 def test_the_card(run: RunDir) -> None:
     """The card has readable metadata, the checkpoint's metrics, and the recipe without secrets."""
-    text = str(model_card(run, 4, "me/model", run.export_folder(4, "huggingface")))
+    text = str(build_model_card(run, 4, "me/model", run.export_folder(4, "huggingface")))
     card = ModelCard(text)
     data = card.data.to_dict()
     assert (data["base_model"], data["datasets"], data["pipeline_tag"]) == (
@@ -69,15 +69,15 @@ def test_the_card(run: RunDir) -> None:
     assert "passes that fell back to PyTorch: 0" in text
     choice = EngineChoice("ort", "eager", "no such operator")
     write_json_atomically(run.engine, engine_report("ort", engine=choice).to_json())
-    text = str(model_card(run, 4, "me/model", run.export_folder(4, "huggingface")))
+    text = str(build_model_card(run, 4, "me/model", run.export_folder(4, "huggingface")))
     assert "engine: eager (asked: ort)" in text
     assert "passes that fell back" not in text
 
 
 def test_an_upload(run: RunDir, hub: Hub, capfd: pytest.CaptureFixture[str]) -> None:
     """An upload creates a private repository with export and card, and never prints the token."""
-    check("me/model")
-    said = push("me/model", run, 4, run.export_folder(4, "huggingface"))
+    check_upload("me/model")
+    said = push_export("me/model", run, 4, run.export_folder(4, "huggingface"))
     assert (said.startswith(hub.address), hub.created[0]["name"], hub.created[0]["visibility"]) == (
         True,
         "model",
@@ -130,13 +130,13 @@ def adapters(folder: Path) -> None:
     trained: Any = SimpleNamespace(model=model, generates_with_cache=None)
     data: Any = SimpleNamespace(tokenizer=None)
     folder.mkdir(parents=True, exist_ok=True)
-    huggingface(recipe, folder, trained, data)
+    write_huggingface(recipe, folder, trained, data)
 
 
 def test_an_upload_of_adapters(run: RunDir, hub: Hub) -> None:
     """The card of adapters is the run's, not peft's template, with the same metadata."""
     adapters(run.export_folder(9, "huggingface"))
-    push("me/model", run, 9, run.export_folder(9, "huggingface"))
+    push_export("me/model", run, 9, run.export_folder(9, "huggingface"))
     card = ModelCard(hub.files["README.md"].decode())
     data = card.data.to_dict()
     assert (data["base_model"], data["library_name"], data["pipeline_tag"]) == (
@@ -191,7 +191,7 @@ def test_what_is_refused_before_any_work(
     monkeypatch.setattr(constants, "ENDPOINT", change.get("address", hub.address))
     hub.refuses = change.get("refuses", 0)
     with pytest.raises(kind, match=error) as raised:
-        check(change.get("repo", "me/model"))
+        check_upload(change.get("repo", "me/model"))
     assert "hf_secret" not in str(raised.value)
 
 

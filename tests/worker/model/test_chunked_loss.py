@@ -13,11 +13,11 @@ from ortlaunch.planning.loss_chunks import chunk_rows
 from ortlaunch.planning.memory import estimate
 from ortlaunch.recipe.rules.rules import broken
 from ortlaunch.run_folder.engine_report import ChunkedLoss
-from ortlaunch.worker.engine.comparison import compare
+from ortlaunch.worker.engine.comparison import compare_passes
 from ortlaunch.worker.model.chunked_head import chunk_head
 from ortlaunch.worker.model.chunked_loss import _head_loss, chunked_loss
-from ortlaunch.worker.model.model import LossModule, whole_logits
-from ortlaunch.worker.training.summary import _chunked_loss
+from ortlaunch.worker.model.model import LossModule, disable_chunked_head
+from ortlaunch.worker.training.summary import _chunked_loss_lines
 from tests.makers import BERT, bert, recipe
 
 ROWS = 70
@@ -208,7 +208,7 @@ def test_a_familys_loss_in_chunks_is_its_own(task: str, kind: str, fields: dict[
     # The families differ in shift, tied weights, scaled logits and the loss of pairs.
     module = built(task, kind, **fields)
     assert chunk(module, task) == ChunkedLoss(8, 8, None)
-    found = compare(module, module, batch(task))
+    found = compare_passes(module, module, batch(task))
     assert (found.loss_difference, found.gradient_difference) == pytest.approx((0, 0), abs=1e-6)
     # The chunks are another computation, with other rounding.
     assert found.gradient_difference > 0
@@ -235,7 +235,7 @@ def test_another_loss_is_left_alone(task: str, kind: str, fields: dict[str, Any]
     assert found.rows is None
     assert why in (found.why or "")
     assert before is None or float(module(**batch(task))) == before
-    assert _chunked_loss(found)[0].startswith("chunked_loss 8: not applied: ")
+    assert _chunked_loss_lines(found)[0].startswith("chunked_loss 8: not applied: ")
 
 
 def test_adapters_on_the_head_are_left_alone() -> None:
@@ -250,7 +250,7 @@ def test_adapters_on_the_head_are_left_alone() -> None:
         )
         found = chunk(module, "causal-lm")
         assert found.rows == rows
-    assert compare(module, module, batch("causal-lm")).largest < 1e-6
+    assert compare_passes(module, module, batch("causal-lm")).largest_difference < 1e-6
     assert module.model.get_output_embeddings().weight.grad is None
 
 
@@ -275,7 +275,7 @@ def test_the_model_gets_its_head_back() -> None:
     chunk(module, "causal-lm")
     assert list(module.state_dict()) == names
     assert module.model(input_ids=ids).logits.shape[-1] == 32
-    with whole_logits(module):
+    with disable_chunked_head(module):
         assert module.model(input_ids=ids).logits.shape[-1] == 300
     module.chunk(None)
     # Generation needs the model's own logits.

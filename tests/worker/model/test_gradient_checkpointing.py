@@ -13,7 +13,7 @@ from ortlaunch.errors import InputError
 from ortlaunch.planning.memory import estimate
 from ortlaunch.recipe.fields.model import Lora
 from ortlaunch.recipe.rules.rules import broken, device_rules
-from ortlaunch.worker.model.model import LossModule, _checkpoint_gradients, _with_adapters
+from ortlaunch.worker.model.model import LossModule, _add_adapters, _enable_checkpointing
 from tests.makers import bert, recipe
 
 SIZES = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 4, "intermediate_size": 64}
@@ -33,7 +33,7 @@ def model(family: str, lora: bool = False) -> nn.Module:
             **SIZES, num_attention_heads=4, attention_dropout=0.1, use_cache=False
         )
         made = transformers.AutoModelForCausalLM.from_config(config)
-    return (_with_adapters(made, Lora(), "causal-lm") if lora else made).train()
+    return (_add_adapters(made, Lora(), "causal-lm") if lora else made).train()
 
 
 def saved(run: Callable[[], torch.Tensor], weights: set[int]) -> tuple[torch.Tensor, int]:
@@ -71,7 +71,7 @@ def test_gradients_are_the_same_from_less_memory(family: str, lora: bool) -> Non
     """Gradients are the same, bit for bit, and at most a third of the activations is kept."""
     plain = model(family, lora)
     checkpointed = model(family, lora)
-    _checkpoint_gradients(checkpointed)
+    _enable_checkpointing(checkpointed)
     loss, gradients, kept = passed(plain)
     ours, our_gradients, our_kept = passed(checkpointed)
     assert ours == loss
@@ -86,7 +86,7 @@ def test_activations_in_host_memory(family: str, checkpointed: bool) -> None:
     plain = model(family)
     moved = model(family)
     if checkpointed:
-        _checkpoint_gradients(moved)
+        _enable_checkpointing(moved)
     _, gradients, _ = passed(plain)
     module = LossModule(moved)
     module.offloads = True
@@ -113,13 +113,13 @@ def test_a_custom_model_needs_the_method() -> None:
             self.on = True
 
     able = Able(1, 1)
-    _checkpoint_gradients(able)
+    _enable_checkpointing(able)
     assert able.on
     with pytest.raises(
         InputError,
         match=r"^model\.gradient_checkpointing: Linear has no method gradient_checkpoint",
     ):
-        _checkpoint_gradients(nn.Linear(1, 1))
+        _enable_checkpointing(nn.Linear(1, 1))
 
 
 def test_a_family_without_it_is_refused() -> None:
@@ -129,7 +129,7 @@ def test_a_family_without_it_is_refused() -> None:
     with pytest.raises(
         InputError, match=r"model\.gradient_checkpointing: BertForMaskedLM does not support"
     ):
-        _checkpoint_gradients(made)
+        _enable_checkpointing(made)
 
 
 def test_the_plan_keeps_a_layers_input_alone() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from ortlaunch.ortmodule.base.graph import size
 from ortlaunch.ortmodule.witness import Witness
 from ortlaunch.recipe.fields.model import Lora
-from ortlaunch.worker.model.model import LossModule, _checkpoint_gradients, _with_adapters
+from ortlaunch.worker.model.model import LossModule, _add_adapters, _enable_checkpointing
 from tests.ort import needs_ort
 from tests.ortmodule.modules import language_model, same, wrapped
 from tests.worker.model.test_gradient_checkpointing import saved
@@ -24,10 +24,10 @@ def models(lora: bool) -> tuple[LossModule, LossModule, LossModule]:
     """Return three equal Llamas: plain, with checkpoints, and a plain one with eager's gradients."""
     plain = language_model("llama", "sdpa")
     if lora:
-        plain = LossModule(_with_adapters(plain.model, Lora(), "causal-lm"))
+        plain = LossModule(_add_adapters(plain.model, Lora(), "causal-lm"))
     checkpointed = copy.deepcopy(plain)
     reference = copy.deepcopy(plain)
-    _checkpoint_gradients(checkpointed.model)
+    _enable_checkpointing(checkpointed.model)
     reference(input_ids=IDS, labels=IDS).backward()
     return plain, checkpointed, reference
 

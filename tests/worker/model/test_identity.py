@@ -15,7 +15,7 @@ from ortlaunch.run_folder.resume_record import FROM_THE_BEGINNING
 from ortlaunch.worker import checkpoint
 from ortlaunch.worker.data import OwnSamples
 from ortlaunch.worker.export.export_checkpoint import require_same_frozen
-from ortlaunch.worker.model.identity import identity, of_frozen
+from ortlaunch.worker.model.identity import frozen_fingerprint, training_identity
 from tests.makers import plan, recipe
 from tests.training import train_here
 from tests.worker.checkpoint.test_checkpoint import GROUP
@@ -46,8 +46,8 @@ def test_a_fingerprint() -> None:
     trained = Adapted(2)
     with torch.no_grad():
         other.weight.mul_(2)
-    assert of_frozen(one) == of_frozen(other) != of_frozen(trained)
-    assert of_frozen(trained.requires_grad_(True)) is None
+    assert frozen_fingerprint(one) == frozen_fingerprint(other) != frozen_fingerprint(trained)
+    assert frozen_fingerprint(trained.requires_grad_(True)) is None
 
 
 @pytest.mark.parametrize("allow", [[], ["model"]])
@@ -63,21 +63,21 @@ def test_another_base_needs_a_word(
     replace(
         FROM_THE_BEGINNING, allow=tuple(allow), step=1, checkpoint=str(run.checkpoint_folder(1))
     ).write(run)
-    found = checkpoint.choose(run, GROUP)
+    found = checkpoint.choose_start_checkpoint(run, GROUP)
     assert found is not None
-    checkpoint.explain(
-        run, recipe(**sections), found, identity(OwnSamples(ROWS), Adapted(1)), GROUP
+    checkpoint.report_and_check_changes(
+        run, recipe(**sections), found, training_identity(OwnSamples(ROWS), Adapted(1)), GROUP
     )
-    require_same_frozen(found.folder, of_frozen(Adapted(1)))
+    require_same_frozen(found.folder, frozen_fingerprint(Adapted(1)))
     capsys.readouterr()
-    now = identity(OwnSamples(ROWS), Adapted(2))
+    now = training_identity(OwnSamples(ROWS), Adapted(2))
     if allow:
-        checkpoint.explain(run, recipe(**sections), found, now, GROUP)
+        checkpoint.report_and_check_changes(run, recipe(**sections), found, now, GROUP)
         assert "applied, with --allow model" in capsys.readouterr().out
     else:
         with pytest.raises(
             InputError, match=r"weights.frozen: '\w+' -> '\w+': refused without --allow model"
         ):
-            checkpoint.explain(run, recipe(**sections), found, now, GROUP)
+            checkpoint.report_and_check_changes(run, recipe(**sections), found, now, GROUP)
     with pytest.raises(CheckpointError, match="differ from those of its training"):
-        require_same_frozen(found.folder, of_frozen(Adapted(2)))
+        require_same_frozen(found.folder, frozen_fingerprint(Adapted(2)))

@@ -131,7 +131,7 @@ def factors(
     batches = Batches(
         OwnSamples(rows), BatchPlan(2 * (1 + len(others)), 1, 2, 1 + len(others), None), 42
     )
-    return [factor for _, factor in weight.passes(batches, 0, group(*others))]
+    return [factor for _, factor in weight.weighted_micro_batches(batches, 0, group(*others))]
 
 
 def rows_with(*weights: float) -> list[dict[str, torch.Tensor]]:
@@ -173,20 +173,24 @@ class TinyForCausalLM(Classes):
 def test_labels_are_counted_as_the_model_takes_them(model: nn.Module, counted: int) -> None:
     """The first label of a model that predicts the next word does not count."""
     labels = torch.tensor([[5, -100, 1], [-100, -100, 2]])
-    assert weight_of(model, loss_weight="labels").of({"labels": labels}, [0, 1]) == counted
+    assert (
+        weight_of(model, loss_weight="labels").batch_weight({"labels": labels}, [0, 1]) == counted
+    )
 
 
 def test_labels_of_a_regression_all_count() -> None:
     """All labels of a regression count, also -100.0."""
     labels = torch.tensor([[-100.0], [2.0]])
-    assert weight_of(loss_weight="labels").of({"labels": labels}, [0, 1]) == 2
+    assert weight_of(loss_weight="labels").batch_weight({"labels": labels}, [0, 1]) == 2
 
 
 def test_defaults() -> None:
     """By default tasks of transformers count labels, and custom models count samples."""
     batch = {"labels": torch.tensor([[1, -100, -100]])}
-    assert weight_of().of(batch, [0]) == 1
-    assert weight_of(task="masked-lm").of({"labels": torch.tensor([[1, 2, -100]])}, [0]) == 2
+    assert weight_of().batch_weight(batch, [0]) == 1
+    assert (
+        weight_of(task="masked-lm").batch_weight({"labels": torch.tensor([[1, 2, -100]])}, [0]) == 2
+    )
 
 
 def test_a_key_that_forward_names_stays() -> None:
@@ -197,8 +201,8 @@ def test_a_key_that_forward_names_stays() -> None:
             return (self.layer(x).sum(-1) * weight).mean()
 
     batch = {"x": torch.ones(1), "weight": torch.ones(1)}
-    assert set(weight_of(loss_weight="weight").prepared(batch)) == {"x"}
-    assert set(weight_of(Takes(), loss_weight="weight").prepared(batch)) == {"x", "weight"}
+    assert set(weight_of(loss_weight="weight").prepare_batch(batch)) == {"x"}
+    assert set(weight_of(Takes(), loss_weight="weight").prepare_batch(batch)) == {"x", "weight"}
 
 
 @pytest.mark.parametrize(("by", "rows", "message"), [

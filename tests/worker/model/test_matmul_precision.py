@@ -14,15 +14,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ortlaunch import machine
 from ortlaunch.errors import EngineError
 from ortlaunch.recipe.rules.rules import broken, device_rules
-from ortlaunch.worker.engine.comparison import compare
+from ortlaunch.worker.engine.comparison import compare_passes
 from ortlaunch.worker.model.matmul_precision import (
-    describe,
-    keep_positions_exact,
-    mantissa_bits,
-    matmul_precision,
-    multiply_by_onednn,
+    matmul_precision_record,
+    measure_mantissa_bits,
+    multiply_positions_elementwise,
+    use_matmul_precision,
+    use_onednn_if_faster,
 )  # fmt: skip
-from ortlaunch.worker.tasks.bench import loss_from_highest
+from ortlaunch.worker.tasks.bench import loss_change_from_highest
 from tests.control.benches import resolved
 from tests.makers import recipe
 
@@ -78,8 +78,8 @@ def test_it_holds_for_a_while() -> None:
     """torch's setting is restored at the end of the context, also after an error."""
     for error in ((), (ValueError,)):
         with (
-            pytest.raises(error) if error else matmul_precision("highest"),
-            matmul_precision("medium"),
+            pytest.raises(error) if error else use_matmul_precision("highest"),
+            use_matmul_precision("medium"),
         ):
             assert torch.get_float32_matmul_precision() == "medium"
             if error:
@@ -89,9 +89,9 @@ def test_it_holds_for_a_while() -> None:
 
 def test_the_bits_of_a_product_are_measured() -> None:
     """The measured bits are float32's at highest, and bfloat16's at medium with a unit for it."""
-    assert mantissa_bits(CPU) == 23
-    with matmul_precision("medium"):
-        found = describe("medium", CPU)
+    assert measure_mantissa_bits(CPU) == 23
+    with use_matmul_precision("medium"):
+        found = matmul_precision_record("medium", CPU)
     assert found.in_force == "medium"
     assert found.mantissa_bits == (7 if "amx_bf16" in machine.bfloat16_matmul_units() else 23)
     assert (found.gains_nothing is None) == ("amx_bf16" in machine.bfloat16_matmul_units())
@@ -151,11 +151,11 @@ def processor(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(machine, "_processor_name", lambda: name)
         monkeypatch.setattr(machine, "_processor_flags", lambda: flags)
         monkeypatch.setattr(
-            "ortlaunch.worker.model.matmul_precision.mantissa_bits", lambda device: bits
+            "ortlaunch.worker.model.matmul_precision.measure_mantissa_bits", lambda device: bits
         )
 
     # Restores torch's setting after the test.
-    with matmul_precision("highest"):
+    with use_matmul_precision("highest"):
         yield be
 
 
@@ -180,16 +180,16 @@ def test_products_are_onednns_where_that_is_faster(
     # torch uses oneDNN at its setting medium.
     processor(name, flags)
     asked = recipe(engine={"name": "eager", **engine})
-    assert multiply_by_onednn(asked, Products(width), CPU) is taken
+    assert use_onednn_if_faster(asked, Products(width), CPU) is taken
     assert torch.get_float32_matmul_precision() == ("medium" if taken else "highest")
 
 
 def test_onednns_products_stay_float32(processor: Any) -> None:
     """oneDNN is not used if it lowers the precision, and is refused if the recipe requires it."""
     processor("AMD EPYC", {"avx512f"}, bits=7)
-    assert not multiply_by_onednn(recipe(engine={"name": "eager"}), Products(256), CPU)
+    assert not use_onednn_if_faster(recipe(engine={"name": "eager"}), Products(256), CPU)
     with pytest.raises(EngineError, match="oneDNN computes the float32 matmul in bfloat16"):
-        multiply_by_onednn(recipe(engine={"name": "eager", "onednn": True}), Products(256), CPU)
+        use_onednn_if_faster(recipe(engine={"name": "eager", "onednn": True}), Products(256), CPU)
     assert torch.get_float32_matmul_precision() == "highest"
 
 
@@ -218,8 +218,8 @@ def test_parity_is_compared_at_highest() -> None:
     reference = Seen()
     module = Seen()
     module.weight = reference.weight
-    with matmul_precision("medium"):
-        compare(reference, module, {"x": torch.ones(3)})
+    with use_matmul_precision("medium"):
+        compare_passes(reference, module, {"x": torch.ones(3)})
         assert torch.get_float32_matmul_precision() == "medium"
     assert reference.words == module.words == {"highest"}
 
@@ -239,17 +239,17 @@ def test_a_bench_measures_what_it_does_to_the_loss(word: str, found: dict[str, f
     engine = SimpleNamespace(
         eval_module=module,
         plain=None,
-        own_precision=False,
+        keeps_build_precision=False,
         to_device=dict,
-        uncounted=lambda compiled: nullcontext(),
+        exclude_from_counts=lambda with_compilations: nullcontext(),
     )
     # The other rank has the larger difference; this one has 0.25.
     group = SimpleNamespace(rank=0, gather=lambda mine: [mine, 0.5])
     made = recipe(engine={"name": "eager", "matmul_precision": word})
     batches = SimpleNamespace(micro_batch=lambda step, accumulation, rank: {"x": torch.ones(2)})
     session: Any = SimpleNamespace(engine=engine, group=group, recipe=made, batches=batches)
-    with matmul_precision(word):
-        assert loss_from_highest(session) == found
+    with use_matmul_precision(word):
+        assert loss_change_from_highest(session) == found
     assert module.training
 
 
@@ -261,7 +261,7 @@ def test_rotary_positions_are_multiplied_by_elements() -> None:
     places = torch.arange(600.0).repeat(2, 1)
     with Counted() as plainly:
         before = model(places)
-    keep_positions_exact(model)
+    multiply_positions_elementwise(model)
     with Counted() as exactly:
         after = model(places)
     assert "aten.bmm.default" in plainly.names

@@ -11,7 +11,12 @@ import torch
 
 from ortlaunch.errors import InputError
 from ortlaunch.worker.data import LoadedData
-from ortlaunch.worker.model.model import LossModule, attention_of, build_model, config_of
+from ortlaunch.worker.model.model import (
+    LossModule,
+    attention_implementation,
+    build_model,
+    build_model_config,
+)
 from tests.worker.models import (
     BERT,
     BLOOM,
@@ -74,7 +79,7 @@ def test_a_config_has_no_special_tokens_of_another_tokenizer(
     logger = logging.getLogger("transformers")
     logger.addHandler(caplog.handler)
     try:
-        config = config_of(chosen, data)
+        config = build_model_config(chosen, data)
     finally:
         logger.removeHandler(caplog.handler)
     assert (config.bos_token_id, config.eos_token_id) == (None, None)
@@ -215,7 +220,9 @@ def test_too_few_labels(tmp_path: Path) -> None:
 def test_attention(asked: str, engine: dict[str, Any], expected: str | None) -> None:
     """`auto` is transformers' choice, or eager where ONNX Runtime replaces attention."""
     assert (
-        attention_of(recipe("masked-lm", {"config": BERT, "attention": asked}, engine=engine))
+        attention_implementation(
+            recipe("masked-lm", {"config": BERT, "attention": asked}, engine=engine)
+        )
         == expected
     )
 

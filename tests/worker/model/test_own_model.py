@@ -20,9 +20,9 @@ from ortlaunch.worker.data import LoadedData
 from ortlaunch.worker.engine.engine import build_engine
 from ortlaunch.worker.model.model import (
     LossModule,
-    _refuse_sparse,
+    _refuse_sparse_gradients,
     build_model,
-    require_arguments,
+    require_forward_arguments,
 )
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from tests.makers import plan, recipe
@@ -191,20 +191,20 @@ class Taking(nn.Module):
 def test_arguments_that_no_batch_has() -> None:
     """The names of forward and of a batch stand side by side, before a pass."""
     x, y = torch.ones(2, 4), torch.ones(2)
-    require_arguments(Taking(), {"x": x, "target": y})
-    require_arguments(Taking(), {"x": x})
+    require_forward_arguments(Taking(), {"x": x, "target": y})
+    require_forward_arguments(Taking(), {"x": x})
     told = (
         "model.factory: Taking.forward takes x, target; a batch of data.train has x, y: got an "
         "unexpected keyword argument 'y'; give both the same names"
     )
     with pytest.raises(InputError, match=re.escape(told)):
-        require_arguments(Taking(), {"x": x, "y": y})
+        require_forward_arguments(Taking(), {"x": x, "y": y})
     # A hook may rename them.
     renamed = Taking()
     renamed.register_forward_pre_hook(
         lambda module, given, named: (given, {"x": named["x"]}), with_kwargs=True
     )
-    require_arguments(renamed, {"x": x, "y": y})
+    require_forward_arguments(renamed, {"x": x, "y": y})
 
 
 @needs_ort
@@ -236,4 +236,4 @@ def test_sparse_gradients(sections: dict[str, Any], refused: bool) -> None:
         if refused
         else nullcontext()
     ):
-        _refuse_sparse(recipe(**sections), model)
+        _refuse_sparse_gradients(recipe(**sections), model)

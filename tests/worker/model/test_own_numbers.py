@@ -12,7 +12,7 @@ from torch import nn
 
 from ortlaunch.errors import InputError
 from ortlaunch.worker.model.model import LossModule
-from ortlaunch.worker.model.own_numbers import ValueMeans, loss_in, numbers_of
+from ortlaunch.worker.model.own_numbers import ValueMeans, loss_of_engine_output, scalar_values
 from tests.ort import needs_ort
 from tests.ortmodule.modules import wrapped
 from tests.training import train_here
@@ -64,11 +64,11 @@ def test_which_are_numbers() -> None:
         "none": None,
     }
     for form in (output, types.SimpleNamespace(**output)):
-        assert {name: float(value) for name, value in numbers_of(form).items()} == {
+        assert {name: float(value) for name, value in scalar_values(form).items()} == {
             "a": 2.0,
             "b": 3.0,
         }
-    assert numbers_of((one, one)) == numbers_of(one) == {}
+    assert scalar_values((one, one)) == scalar_values(one) == {}
 
 
 def test_they_are_logged_as_means_over_passes_and_steps(
@@ -126,14 +126,14 @@ def test_ranks_count_by_their_weights() -> None:
     # For each name the sum of value x weight, and the sum of weights.
     group = Two({"a": [40.0, 4.0], "b": [5.0, 1.0]})
     for value, weight in ((1.0, 1.5), (2.0, 0.5)):
-        numbers.add({"loss": torch.tensor(0.0), "a": torch.tensor(value)}, weight)
-    numbers.keep()
+        numbers.add_pass({"loss": torch.tensor(0.0), "a": torch.tensor(value)}, weight)
+    numbers.keep_step()
     # This pass belongs to a step that is skipped.
-    numbers.add({"loss": torch.tensor(0.0), "a": torch.tensor(1e9)}, 1.0)
-    numbers.begin()
-    numbers.keep()
-    assert numbers.read(group) == {"a": (1.5 + 1.0 + 40.0) / 6.0, "b": 5.0}  # type: ignore[arg-type]
-    assert numbers.read(Two({})) == {}  # type: ignore[arg-type]
+    numbers.add_pass({"loss": torch.tensor(0.0), "a": torch.tensor(1e9)}, 1.0)
+    numbers.begin_step()
+    numbers.keep_step()
+    assert numbers.read_over_ranks(group) == {"a": (1.5 + 1.0 + 40.0) / 6.0, "b": 5.0}  # type: ignore[arg-type]
+    assert numbers.read_over_ranks(Two({})) == {}  # type: ignore[arg-type]
 
 
 @needs_ort
@@ -154,6 +154,7 @@ def test_on_onnx_runtime_they_are_outputs_of_the_graph() -> None:
             {k: v.float() for k, v in ours.items()}, {k: v.float() for k, v in theirs.items()}
         )
         gradients = [
-            torch.autograd.grad(loss_in(each), list(model.parameters())) for each in (ours, theirs)
+            torch.autograd.grad(loss_of_engine_output(each), list(model.parameters()))
+            for each in (ours, theirs)
         ]
         torch.testing.assert_close(*gradients)

@@ -15,11 +15,11 @@ from torch import nn
 from ortlaunch.errors import InputError
 from ortlaunch.rank import Rank
 from ortlaunch.recipe.fields.optimizer import Optimizer, ParameterGroup
-from ortlaunch.worker.checkpoint.restore import load
-from ortlaunch.worker.checkpoint.snapshot import take
+from ortlaunch.worker.checkpoint.restore import load_checkpoint
+from ortlaunch.worker.checkpoint.snapshot import rank_snapshot
 from ortlaunch.worker.engine.optimizer import build_optimizer
 from ortlaunch.worker.engine.stepping import TorchStepper
-from ortlaunch.worker.model.parameter_groups import freeze, layer_depths
+from ortlaunch.worker.model.parameter_groups import freeze_matching, layer_depths
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
 CPU = torch.device("cpu")
@@ -67,7 +67,7 @@ def train(trained: TorchStepper, steps: range) -> None:
     for step in steps:
         ids = torch.randint(7, (4, 5), generator=torch.Generator().manual_seed(step))
         trained.model(ids).backward()
-        trained.apply(rate(step))
+        trained.clip_and_step(rate(step))
 
 
 def same(one: nn.Module, other: nn.Module, within: float = 0.0) -> bool:
@@ -79,7 +79,7 @@ def test_fifty_steps_equal_torchs_own_optimizers() -> None:
     """Groups by pattern, by optimizer and by layer are those of a loop in plain torch."""
     model = Stack()
     plain = copy.deepcopy(model)
-    freeze(model, ["norm.*"])
+    freeze_matching(model, ["norm.*"])
     made = stepper(
         recipe(
             {"match": ("embed.*",), "name": "sgd", "learning_rate": 0.1, "momentum": 0.9},
@@ -157,9 +157,9 @@ def test_a_small_state_is_the_packages_own(name: str, tmp_path: Path) -> None:
         if step == 30:
             for rank in range(2):
                 context = DistributedContext(Rank(rank, 2, rank, 2), CPU)
-                take(made.named_state(), {}, context).write(tmp_path)
+                rank_snapshot(made.named_state(), {}, context).write_files(tmp_path)
             made = stepper(settings, Stack(80))
-            load(tmp_path, made.named_state(), ALONE)
+            load_checkpoint(tmp_path, made.named_state(), ALONE)
         train(made, range(step, step + 1))
     assert same(made.model, by_hand)
 
@@ -167,11 +167,11 @@ def test_a_small_state_is_the_packages_own(name: str, tmp_path: Path) -> None:
 def test_an_exception_to_a_freeze() -> None:
     """The last pattern that matches a parameter decides whether it is frozen."""
     model = Stack()
-    freeze(model, ["*", "!head.*", "!layers.1.*", "*.bias"])
+    freeze_matching(model, ["*", "!head.*", "!layers.1.*", "*.bias"])
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     assert trained == ["layers.1.weight", "head.weight"]
     with pytest.raises(InputError, match=r"no parameter matches heads"):
-        freeze(model, ["*", "!heads"])
+        freeze_matching(model, ["*", "!heads"])
 
 
 def test_a_resumed_run_is_the_same_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,24 +181,24 @@ def test_a_resumed_run_is_the_same_run(tmp_path: Path, capsys: pytest.CaptureFix
     train(whole, range(6))
     train(first, range(3))
     for rank in range(2):
-        take(first.named_state(), {}, DistributedContext(Rank(rank, 2, rank, 2), CPU)).write(
-            tmp_path
-        )
-    load(tmp_path, second.named_state(), ALONE)
+        rank_snapshot(
+            first.named_state(), {}, DistributedContext(Rank(rank, 2, rank, 2), CPU)
+        ).write_files(tmp_path)
+    load_checkpoint(tmp_path, second.named_state(), ALONE)
     assert capsys.readouterr().out == ""
     train(second, range(3, 6))
     assert same(whole.model, second.model)
     third = stepper(
         recipe({"match": ("embed.*",), "name": "sgd", "momentum": 0.9}, name="muon"), Stack()
     )
-    load(tmp_path, third.named_state(), ALONE)
+    load_checkpoint(tmp_path, third.named_state(), ALONE)
     assert "starts with a new state for 3 tensors: embed.weight" in capsys.readouterr().out
 
 
 def test_every_parameter_is_recorded() -> None:
     """The record has each parameter once, with its group, and frozen ones apart."""
     model = Stack()
-    freeze(model, ["embed.weight"])
+    freeze_matching(model, ["embed.weight"])
     groups = build_optimizer(
         recipe({"match": ("head.*",), "learning_rate": 0.02}), model, "eager", CPU
     ).groups
@@ -267,4 +267,4 @@ def test_a_pattern_without_parameters_is_an_error(chosen: Optimizer, message: st
     with pytest.raises(
         InputError, match=r"model.freeze: no parameter matches emb\.\*; .* embed\.w"
     ):
-        freeze(model, ["emb.*", "head.*"])
+        freeze_matching(model, ["emb.*", "head.*"])

@@ -16,7 +16,7 @@ from ortlaunch.recipe import Recipe, load
 from ortlaunch.recipe.fields.families import DECODERS, FAMILIES, sized
 from ortlaunch.recipe.fields.model import Lora
 from ortlaunch.resolve import shipped
-from ortlaunch.worker.model.model import _with_adapters
+from ortlaunch.worker.model.model import _add_adapters
 from tests.makers import bert
 from tests.worker.model.test_gradient_checkpointing_ranks import saved
 
@@ -140,7 +140,7 @@ def test_adapters_of_all_linear_layers_are_pefts(kind: str) -> None:
         config = transformers.AutoConfig.for_model(kind, **fields, **more, num_labels=1)
         with torch.device("meta"):
             model = getattr(transformers, MODEL_TASKS[task].auto_class).from_config(config)
-            adapted = _with_adapters(model, lora, task)
+            adapted = _add_adapters(model, lora, task)
         # A head for labels is trained as a whole, and has no adapter.
         count = sum(p.numel() for name, p in adapted.named_parameters() if ".lora_" in name)
         data = {"train": {"format": "jsonl", "path": "x"}, "tokenizer": "x", "sequence_length": 128}

@@ -16,7 +16,7 @@ from ortlaunch.errors import EngineError, InputError
 from ortlaunch.run_folder.export_records import OnnxCheck
 from ortlaunch.worker.data import LoadedData
 from ortlaunch.worker.model.model import build_model
-from ortlaunch.worker.onnx.onnx_export import onnx
+from ortlaunch.worker.onnx.onnx_export import export_onnx
 from tests import makers
 from tests.ort import needs_ort
 
@@ -210,7 +210,7 @@ def exported(
     )
     read = LoadedData(recipe)
     built = build_model(recipe, read)
-    return onnx(recipe, folder, built, read), built.model
+    return export_onnx(recipe, folder, built, read), built.model
 
 
 def test_what_the_loss_alone_takes_is_no_input(

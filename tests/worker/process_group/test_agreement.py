@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from ortlaunch.rank import Rank
-from ortlaunch.worker.process_group.agreement import agreement
+from ortlaunch.worker.process_group.agreement import open_agreement
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.supervision.requests import (
     DEAF,
     LISTENING,
     SIGNAL_REQUESTS,
     RankRequest,
-    Requests,
+    RankRequests,
 )
 
 ROOT = Path(__file__).parents[3]
@@ -77,17 +77,17 @@ def test_ranks_decide_the_same_at_the_same_edge(tmp_path: Path) -> None:
 
 def test_one_rank_decides_by_itself() -> None:
     """One rank agrees without a group; a request to save ends with a save, a stop does not."""
-    with agreement(DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))) as agreed:
-        assert agreed.now() is RankRequest.NOTHING
-        agreed.add(RankRequest.SAVE)
-        assert agreed.now() is RankRequest.SAVE
-        agreed.saved()
-        assert agreed.now() is RankRequest.NOTHING
-        agreed.add(RankRequest.STOP)
-        agreed.add(RankRequest.SAVE)
-        agreed.saved()
-        agreed.stopped = agreed.now()
-        assert agreed.stopped is RankRequest.STOP
+    with open_agreement(DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))) as agreed:
+        assert agreed.agree_now() is RankRequest.NOTHING
+        agreed.add_request(RankRequest.SAVE)
+        assert agreed.agree_now() is RankRequest.SAVE
+        agreed.clear_save_and_agree()
+        assert agreed.agree_now() is RankRequest.NOTHING
+        agreed.add_request(RankRequest.STOP)
+        agreed.add_request(RankRequest.SAVE)
+        agreed.clear_save_and_agree()
+        agreed.agreed_stop = agreed.agree_now()
+        assert agreed.agreed_stop is RankRequest.STOP
 
 
 ASKED = {
@@ -102,18 +102,18 @@ ASKED = {
 def test_a_signal_is_a_request(number: signal.Signals) -> None:
     """Each signal is its request while the process listens, and has its old handler afterwards."""
     found = signal.getsignal(number)
-    requests = Requests()
+    requests = RankRequests()
     # Under nohup the signal is ignored: requests respect that.
     if found is signal.SIG_IGN:
         signal.signal(number, signal.SIG_DFL)
     before = signal.getsignal(number)
-    requests.listen()
+    requests.start_listening()
     try:
         signal.raise_signal(signal.SIGUSR2)
         assert requests.requested is RankRequest.SAVE
         signal.raise_signal(number)
     finally:
-        requests.close()
+        requests.restore_handlers()
     after = signal.getsignal(number)
     signal.signal(number, found)
     ask, status = ASKED[number]
@@ -128,13 +128,13 @@ def test_a_signal_is_a_request(number: signal.Signals) -> None:
 
 def test_a_second_interrupt_is_for_the_process() -> None:
     """The first SIGINT is a request; the second ends the process, as usual."""
-    requests = Requests()
-    requests.listen()
+    requests = RankRequests()
+    requests.start_listening()
     try:
         signal.raise_signal(signal.SIGINT)
         assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
     finally:
-        requests.close()
+        requests.restore_handlers()
 
 
 def ended_by(life: Callable[[], object]) -> int:
@@ -155,10 +155,10 @@ def test_a_stop_between_the_last_step_and_the_export(heard: bool, end: int) -> N
     """A stop that comes too late for an agreement ends the rank as one in the export does."""
 
     def life() -> None:
-        with agreement(DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))) as agreed:
-            agreed.now()
+        with open_agreement(DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))) as agreed:
+            agreed.agree_now()
             os.kill(os.getpid(), signal.SIGTERM)
-            agreed.stopped = agreed.now() if heard else RankRequest.NOTHING
+            agreed.agreed_stop = agreed.agree_now() if heard else RankRequest.NOTHING
 
     assert ended_by(life) == end
 
@@ -168,8 +168,8 @@ def test_a_loaders_worker_ignores_requests() -> None:
     ignored = [number for number in SIGNAL_REQUESTS if number != signal.SIGTERM]
 
     def life() -> None:
-        requests = Requests()
-        requests.listen()
+        requests = RankRequests()
+        requests.start_listening()
         pid = os.fork()
         if pid == 0:
             for number in (*ignored, signal.SIGTERM):
@@ -185,13 +185,13 @@ def test_a_loaders_worker_ignores_requests() -> None:
 def test_the_users_own_handler_hears_it_too() -> None:
     """The user's own handler of SIGUSR1 is called, too, and the run stops."""
     heard = []
-    requests = Requests()
+    requests = RankRequests()
     before = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
-    requests.listen()
+    requests.start_listening()
     try:
         signal.raise_signal(signal.SIGUSR1)
     finally:
-        requests.close()
+        requests.restore_handlers()
         signal.signal(signal.SIGUSR1, before)
     assert (heard, requests.requested) == ([signal.SIGUSR1], RankRequest.STOP)
 
@@ -200,11 +200,11 @@ def test_the_supervisor_is_told_who_listens() -> None:
     """The rank supervisor gets one message when the rank starts to listen, and one when it ends."""
     # It ends a rank that does not listen at once, and gives time to save to one that does.
     there, here = os.pipe()
-    requests = Requests()
+    requests = RankRequests()
     requests.supervisor_fd = here
-    requests.listen()
-    requests.listen()
+    requests.start_listening()
+    requests.start_listening()
     assert os.read(there, 100) == LISTENING
-    requests.close()
-    requests.close()
+    requests.restore_handlers()
+    requests.restore_handlers()
     assert os.read(there, 100) == DEAF

@@ -50,7 +50,7 @@ def test_collectives_are_recorded_where_the_user_has_not_said_how(tmp_path: Path
 @pytest.mark.parametrize("rank", plan(recipe(), HOSTS, "mpi").ranks)
 def test_the_planned_world_is_agreed(rank: Rank) -> None:
     """Every planned rank is accepted."""
-    distributed.agree(plan(recipe(), HOSTS, "mpi"), rank)
+    distributed.require_planned_rank(plan(recipe(), HOSTS, "mpi"), rank)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_the_planned_world_is_agreed(rank: Rank) -> None:
 def test_another_world_is_refused(rank: Rank, message: str) -> None:
     """Fewer ranks than planned, or ranks on other hosts, are refused."""
     with pytest.raises(LaunchError) as caught:
-        distributed.agree(plan(recipe(), HOSTS, "mpi"), rank)
+        distributed.require_planned_rank(plan(recipe(), HOSTS, "mpi"), rank)
     assert str(caught.value) == message
 
 
@@ -107,13 +107,13 @@ def test_a_debug_level_that_crashes_torch(zero: Any, capsys: pytest.CaptureFixtu
 
 def test_the_same_files_are_agreed() -> None:
     """Ranks that have read the same recipe and plan agree."""
-    distributed.agree_on_files(Gathered(["same"]), RunDir("x"), ["recipe", "plan"])
+    distributed.require_same_files(Gathered(["same"]), RunDir("x"), ["recipe", "plan"])
 
 
 def test_different_files_are_refused() -> None:
     """A rank that has read another recipe or plan than the others ends the run."""
     with pytest.raises(LaunchError) as caught:
-        distributed.agree_on_files(Gathered(["another"]), RunDir("x"), ["recipe", "plan"])
+        distributed.require_same_files(Gathered(["another"]), RunDir("x"), ["recipe", "plan"])
     assert str(caught.value) == (
         "rank 1 and rank 0 have read different files in x; start again, "
         "in a folder that all hosts share"
@@ -132,30 +132,30 @@ def test_gpus_are_the_planned_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     # DeepSpeed uses LOCAL_RANK as the index of the GPU.
     chosen: list[int] = []
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    monkeypatch.setattr(distributed, "keep_compiled_kernels", lambda environ: None)
+    monkeypatch.setattr(distributed, "set_kernel_cache_variables", lambda environ: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     rank = Rank(3, 4, 1, 2)
-    device = distributed._device(on_cuda(), rank)
+    device = distributed._choose_device(on_cuda(), rank)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "1,3"
     assert (device, chosen) == (torch.device("cuda", 1), [1])
     monkeypatch.setattr(os, "environ", {})
-    distributed._export(rank, device)
+    distributed._write_rank_variables(rank, device)
     assert os.environ["LOCAL_RANK"] == "1"
 
 
 def test_fewer_gpus_than_planned_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host with fewer GPUs than planned is an error with the missing GPU."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    monkeypatch.setattr(distributed, "keep_compiled_kernels", lambda environ: None)
+    monkeypatch.setattr(distributed, "set_kernel_cache_variables", lambda environ: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(
         LaunchError,
         match=r"^rank 3 is planned on GPU 3 of box, and CUDA shows 1 of its planned GPUs \(1, 3\)$",
     ):
-        distributed._device(on_cuda(), Rank(3, 4, 1, 2))
+        distributed._choose_device(on_cuda(), Rank(3, 4, 1, 2))
 
 
 @pytest.mark.parametrize(
@@ -198,8 +198,8 @@ def test_nccl_is_given_the_ranks_gpu(
     monkeypatch.setattr(torch, "__version__", version)
     monkeypatch.setattr(os, "environ", {})
     rank = Rank(world_size - 1, world_size, world_size - 1, world_size)
-    backend = distributed._backend(devices, rank, torch.device(device))
-    join.join(on_cuda(), rank, RunDir(tmp_path), backend)
+    backend = distributed._backend_arguments(devices, rank, torch.device(device))
+    join.start_torch_distributed(on_cuda(), rank, RunDir(tmp_path), backend)
     assert {name: given[name] for name in ("backend", "device_id") if name in given} == expected
     assert (given["rank"], given["world_size"]) == (rank.rank, world_size)
 
@@ -207,12 +207,12 @@ def test_nccl_is_given_the_ranks_gpu(
 def test_no_gpu_where_the_plan_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a visible GPU the error has torch's version and the host."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    monkeypatch.setattr(distributed, "keep_compiled_kernels", lambda environ: None)
+    monkeypatch.setattr(distributed, "set_kernel_cache_variables", lambda environ: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(
         LaunchError, match=r"^the plan trains on cuda, and no GPU is visible on box: torch 2\."
     ):
-        distributed._device(on_cuda(), Rank(2, 4, 0, 2))
+        distributed._choose_device(on_cuda(), Rank(2, 4, 0, 2))
 
 
 def an_mpi(monkeypatch: pytest.MonkeyPatch, size: int, hosts: list[str]) -> None:
@@ -228,7 +228,7 @@ def an_mpi(monkeypatch: pytest.MonkeyPatch, size: int, hosts: list[str]) -> None
 
 def test_the_store_of_several_hosts_listens_on_one_address() -> None:
     """Rank 0's store listens only on the address that the others use, and they can read it."""
-    listener = join._listener("127.0.0.2")
+    listener = join._listen_on_free_port("127.0.0.2")
     where = listener.getsockname()
     with ThreadPoolExecutor() as pool:
         # Both ranks at once, as in a run.
@@ -252,7 +252,7 @@ def test_the_store_of_several_hosts_listens_on_one_address() -> None:
 def test_one_host_stays_on_loopback() -> None:
     """On one host gloo and NCCL listen on loopback, unless the user has set an interface."""
     environ = {"NCCL_SOCKET_IFNAME": "eth1"}
-    join._stay_on_loopback(environ)
+    join._restrict_to_loopback(environ)
     assert environ == {"NCCL_SOCKET_IFNAME": "eth1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
@@ -266,7 +266,7 @@ def test_one_rank_alone_stays_on_loopback(monkeypatch: pytest.MonkeyPatch) -> No
         "init_process_group",
         lambda *_, **__: told.append(os.environ["GLOO_SOCKET_IFNAME"]),
     )
-    join.join(plan(recipe()), Rank(0, 1, 0, 1), RunDir("x"), {"backend": "gloo"})
+    join.start_torch_distributed(plan(recipe()), Rank(0, 1, 0, 1), RunDir("x"), {"backend": "gloo"})
     assert told == ["lo"]
 
 
@@ -274,7 +274,7 @@ def test_mpi4py_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without mpi4py, the error of ranks under mpirun has the command to install it."""
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(MissingDependency) as caught:
-        join._through_mpi(Rank(0, 2, 0, 2))
+        join._mpi_store(Rank(0, 2, 0, 2))
     assert str(caught.value).startswith("ranks under mpirun connect through mpi4py (")
     assert str(caught.value).endswith('): pip install "ortlaunch[mpi]"')
 
@@ -284,7 +284,7 @@ def test_mpi4py_of_another_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
     # Its world then has one rank only.
     an_mpi(monkeypatch, 1, ["box"])
     with pytest.raises(LaunchError) as caught:
-        join._through_mpi(Rank(0, 2, 0, 2))
+        join._mpi_store(Rank(0, 2, 0, 2))
     assert str(caught.value) == (
         "mpirun says 2 ranks, mpi4py's MPI says 1: they belong to different MPI installations "
         "(Other MPI 1.0); install mpi4py for the MPI of your mpirun"
@@ -307,14 +307,14 @@ def test_the_address_that_others_reach(
 ) -> None:
     """The address is the source of a route to another host, else that of this host's name."""
     network(monkeypatch, routes, name)
-    assert interface.own_address(["box", "b", "c"], {}) == address
+    assert interface.reachable_own_address(["box", "b", "c"], {}) == address
 
 
 def test_no_address_that_others_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host with loopback addresses only is an error with advice."""
     network(monkeypatch, {}, "127.0.1.1")
     with pytest.raises(LaunchError) as caught:
-        interface.own_address(["b", "box", "c"], {})
+        interface.reachable_own_address(["b", "box", "c"], {})
     assert str(caught.value) == (
         "box has no IPv4 address that other hosts can reach (b, box, c); give its name a routable "
         "one in DNS or /etc/hosts, or name the interface: launch.interface=eth0"
@@ -324,29 +324,29 @@ def test_no_address_that_others_reach(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_interface_that_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """A set interface gives this host's address for both libraries; an unknown one is an error."""
     environ = {"GLOO_SOCKET_IFNAME": "lo"}
-    assert interface.own_address(["b"], environ) == "127.0.0.1"
-    interface.use("10.0.0.1", environ)
+    assert interface.reachable_own_address(["b"], environ) == "127.0.0.1"
+    interface.restrict_to_interface("10.0.0.1", environ)
     assert environ == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
     monkeypatch.setattr(socket, "gethostname", lambda: "box")
     with pytest.raises(
         LaunchError, match=r"is ib7, and box has no such interface with an address; it has lo"
     ):
-        interface.use("10.0.0.1", {"GLOO_SOCKET_IFNAME": "ib7"})
+        interface.restrict_to_interface("10.0.0.1", {"GLOO_SOCKET_IFNAME": "ib7"})
     # torch's form of several; and NCCL's of exclusion, which gloo does not know.
-    assert interface.own_address(["b"], {"GLOO_SOCKET_IFNAME": "lo,lo"}) == "127.0.0.1"
+    assert interface.reachable_own_address(["b"], {"GLOO_SOCKET_IFNAME": "lo,lo"}) == "127.0.0.1"
     with pytest.raises(LaunchError, match=r"is lo,ib7: ib7, and box has no such"):
-        interface.own_address(["b"], {"GLOO_SOCKET_IFNAME": "lo,ib7"})
+        interface.reachable_own_address(["b"], {"GLOO_SOCKET_IFNAME": "lo,ib7"})
     # A single host is checked, too.
     with pytest.raises(LaunchError, match=r"is \^lo, and box has no such interface"):
-        join._stay_on_loopback({"GLOO_SOCKET_IFNAME": "^lo"})
+        join._restrict_to_loopback({"GLOO_SOCKET_IFNAME": "^lo"})
 
 
 def test_the_interface_of_an_address() -> None:
     """The interface is the one with the given address; an unknown address changes nothing."""
     environ = {"NCCL_SOCKET_IFNAME": "ib0"}
-    interface.use("127.0.0.1", environ)
+    interface.restrict_to_interface("127.0.0.1", environ)
     assert environ == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "ib0"}
-    interface.use("10.9.9.9", environ := {})
+    interface.restrict_to_interface("10.9.9.9", environ := {})
     assert environ == {}
 
 
@@ -381,12 +381,12 @@ def test_meeting_through_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "SLURM_RESTART_COUNT": "2",
     }.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(interface, "own_address", lambda hosts, environ: "127.0.0.2")
+    monkeypatch.setattr(interface, "reachable_own_address", lambda hosts, environ: "127.0.0.2")
     run = RunDir(tmp_path)
-    path = join._meeting(run, "Slurm")
+    path = join._address_file(run, "Slurm")
     with ThreadPoolExecutor() as pool:
         stores = [
-            pool.submit(join._through_folder, Rank(rank, 2, 0, 1), path, []) for rank in range(2)
+            pool.submit(join._run_folder_store, Rank(rank, 2, 0, 1), path, []) for rank in range(2)
         ]
         mine, others = (each.result() for each in stores)
     mine.set("key", "value")
@@ -403,7 +403,7 @@ def test_meeting_through_a_folder_that_is_not_shared(
     monkeypatch.setattr(join.time, "monotonic", lambda: next(clock))
     path = tmp_path / "rendezvous"
     with pytest.raises(LaunchError) as caught:
-        join._through_folder(Rank(1, 2, 1, 2), path, [])
+        join._run_folder_store(Rank(1, 2, 1, 2), path, [])
     message = f"rank 0 did not write {path} within 300 s; is the run folder shared by all hosts?"
     assert str(caught.value) == message
 
@@ -419,7 +419,7 @@ def test_the_store_file_is_its_owners_alone(umask: int, old: bool, tmp_path: Pat
     try:
         if old:
             path.touch()
-        store = join._file_store(path, 1)
+        store = join._create_file_store(path, 1)
     finally:
         os.umask(before)
     store.set("name", "value")

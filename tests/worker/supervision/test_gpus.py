@@ -35,7 +35,7 @@ def test_planned_gpus_are_shown(
     """Our device, LOCAL_RANK and DeepSpeed's rule (GPU of index LOCAL_RANK) name the same GPU."""
     environ = {} if before is None else {"CUDA_VISIBLE_DEVICES": before}
     rank = Rank(local, len(devices), local, len(devices))
-    assert gpus.show_planned_gpus(devices, rank, environ) == index
+    assert gpus.set_visible_gpus(devices, rank, environ) == index
     assert environ["CUDA_VISIBLE_DEVICES"] == after
     names = before.split(",") if before else [str(i) for i in range(8)]
     planned = names[0] if len(names) == 1 else names[devices[local]]
@@ -49,7 +49,7 @@ def test_fewer_visible_gpus_than_planned_are_an_error(monkeypatch: pytest.Monkey
         LaunchError,
         match=r"^rank 0 needs GPUs 1, 2, 3 of box, and CUDA_VISIBLE_DEVICES=0,1 shows 2",
     ):
-        gpus.show_planned_gpus((1, 2, 3), Rank(0, 3, 0, 3), {"CUDA_VISIBLE_DEVICES": "0,1"})
+        gpus.set_visible_gpus((1, 2, 3), Rank(0, 3, 0, 3), {"CUDA_VISIBLE_DEVICES": "0,1"})
 
 
 def test_compiled_kernels_are_kept_in_our_cache(
@@ -59,7 +59,7 @@ def test_compiled_kernels_are_kept_in_our_cache(
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
     # The user's own value, which stays.
     environ = {"CUDA_CACHE_MAXSIZE": "5"}
-    gpus.keep_compiled_kernels(environ)
+    gpus.set_kernel_cache_variables(environ)
     assert environ == {
         "CUDA_MODULE_LOADING": "LAZY",
         "CUDA_CACHE_MAXSIZE": "5",
@@ -77,8 +77,8 @@ def test_compiling_for_a_new_gpu_is_a_phase(
     """The progress line names the compilation of ORT's kernels for a GPU newer than its wheel."""
     # ORT's wheel has machine code up to 8.6, which also runs on 8.9.
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert ("compiling its kernels" in gpus.exporting(torch.device("cuda", 0))) == compiles
-    assert gpus.exporting(torch.device("cpu")) == "exporting to ONNX Runtime"
+    assert ("compiling its kernels" in gpus.export_phase_name(torch.device("cuda", 0))) == compiles
+    assert gpus.export_phase_name(torch.device("cpu")) == "exporting to ONNX Runtime"
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_why_torch_sees_no_gpu(
             "Thu Feb 22 01:44:30 UTC 2024\n"
         )
         (tmp_path / "version").write_text(text)
-    assert why in gpus.why_no_gpu()
+    assert why in gpus.no_gpu_reason()
 
 
 class FakeEvent:
@@ -139,9 +139,9 @@ def test_a_forward_pass_takes_what_the_gpu_takes(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     progress = Progress(rank=0)
     module = torch.nn.Linear(1, 1)
-    progress.watch(module, gpus.forward_timer(torch.device("cuda")))
+    progress.mark_forward_passes(module, gpus.create_forward_timer(torch.device("cuda")))
     for _ in range(4):
         module(torch.ones(1))
     # Four passes, of which the GPU has finished two.
-    assert progress.pulse.read().own_seconds == 2 * 3.0
-    assert gpus.forward_timer(torch.device("cpu")) is None
+    assert progress.pulse.read_progress().own_seconds == 2 * 3.0
+    assert gpus.create_forward_timer(torch.device("cpu")) is None

@@ -13,7 +13,7 @@ from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.run_folder.lost import LostHost
 from ortlaunch.worker.supervision import lost_host
 from ortlaunch.worker.supervision.interface import has_link
-from ortlaunch.worker.supervision.lost_host import LostHosts, answers, end_launcher
+from ortlaunch.worker.supervision.lost_host import LostHostDetector, end_launcher, is_host_reachable
 from ortlaunch.worker.supervision.stall_rules import Beat
 
 
@@ -33,27 +33,32 @@ ADDRESSES = {1: "10.0.0.2", 2: "10.0.0.2", 3: "10.0.0.3", 4: "10.0.0.3"}
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The addresses that were probed; no host answers, and no link is down."""
     found: list[str] = []
-    monkeypatch.setattr(lost_host, "answers", lambda address: bool(found.append(address)))
-    monkeypatch.setattr(lost_host, "link_that_is_down", lambda peer: None)
+    monkeypatch.setattr(lost_host, "is_host_reachable", lambda address: bool(found.append(address)))
+    monkeypatch.setattr(lost_host, "dead_interface_towards", lambda peer: None)
     return found
 
 
 def test_a_host_of_silent_ranks_that_does_not_answer(asked: list[str]) -> None:
     """A host is lost if all its ranks are silent for long and it does not answer."""
-    found = LostHosts("a", 0).detect(BEATS, ADDRESSES)
+    found = LostHostDetector("a", 0).detect_lost_host(BEATS, ADDRESSES)
     # Host c is not probed, because one of its ranks is not silent.
     why = "no heartbeat from it for 10 s, and 10.0.0.2 answers no connection"
     assert (found, asked) == (LostHost(1, "b", why), ["10.0.0.2"])
     # Host b is silent for 6 s only.
-    assert LostHosts("a", 0).detect((beat(0, "a", 99.0), beat(1, "b", 6.0)), ADDRESSES) is None
+    assert (
+        LostHostDetector("a", 0).detect_lost_host(
+            (beat(0, "a", 99.0), beat(1, "b", 6.0)), ADDRESSES
+        )
+        is None
+    )
 
 
 def test_the_host_whose_link_is_down_names_itself(
     asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both sides of a broken link write into the run folder, and must name the same host."""
-    monkeypatch.setattr(lost_host, "link_that_is_down", lambda peer: "eth0")
-    assert LostHosts("a", 7).detect(BEATS, ADDRESSES) == LostHost(
+    monkeypatch.setattr(lost_host, "dead_interface_towards", lambda peer: "eth0")
+    assert LostHostDetector("a", 7).detect_lost_host(BEATS, ADDRESSES) == LostHost(
         7, "a", "its network interface eth0 has no link"
     )
 
@@ -61,9 +66,9 @@ def test_the_host_whose_link_is_down_names_itself(
 def test_a_host_that_answers_is_not_lost(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A host that answers is not lost, and is not probed again at once."""
     # Its supervisors may be stopped, or starved of processor time.
-    monkeypatch.setattr(lost_host, "answers", lambda address: not asked.append(address))  # type: ignore[func-returns-value]
-    watched = LostHosts("a", 0)
-    assert [watched.detect(BEATS, ADDRESSES) for _ in range(3)] == [None] * 3
+    monkeypatch.setattr(lost_host, "is_host_reachable", lambda address: not asked.append(address))  # type: ignore[func-returns-value]
+    watched = LostHostDetector("a", 0)
+    assert [watched.detect_lost_host(BEATS, ADDRESSES) for _ in range(3)] == [None] * 3
     assert asked == ["10.0.0.2"]
 
 
@@ -74,7 +79,7 @@ def test_the_loopback_has_a_link() -> None:
 
 def test_a_refused_connection_is_an_answer() -> None:
     """A refused connection proves that a machine is alive."""
-    assert answers("127.0.0.1")
+    assert is_host_reachable("127.0.0.1")
 
 
 def test_the_first_word_stays(tmp_path: Path) -> None:

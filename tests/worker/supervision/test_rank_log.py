@@ -182,7 +182,9 @@ def test_a_long_record_fits_the_reserved_space(tmp_path: Path) -> None:
     spare = tmp_path / "spare"
     spare.write_bytes(bytes(32_000))
     texts = {name: name + "é" * 70_000 for name in ("message", "detail", "folded")}
-    failure._fill(spare, {"rank": 1, **texts, "traceback": "é" * 50_000 + "the last line"}, 32_000)
+    failure._write_into_reserved(
+        spare, {"rank": 1, **texts, "traceback": "é" * 50_000 + "the last line"}, 32_000
+    )
     assert spare.stat().st_size <= 32_000
     record = read_own_json(spare)
     assert (record["rank"], record["message"][:8], record["detail"][:7]) == (

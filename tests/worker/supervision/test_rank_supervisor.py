@@ -29,7 +29,7 @@ def run(tmp_path: Path) -> RunDir:
 
 IGNORE = "signal.signal(15, signal.SIG_IGN)"
 LISTENS = (
-    "from ortlaunch.worker.supervision.requests import Requests; Requests().listen(); "
+    "from ortlaunch.worker.supervision.requests import RankRequests; RankRequests().start_listening(); "
     "time.sleep(0.3)"
 )
 # Another rank has recorded its failure.
@@ -245,8 +245,8 @@ def test_a_save_that_outlives_its_grace_is_run_again(run: RunDir) -> None:
 def test_a_signal_just_before_the_rank_listens(run: RunDir) -> None:
     """A signal from just before the rank listens is sent again, with the whole grace period."""
     listens = (
-        "from ortlaunch.worker.supervision.requests import Requests; heard = Requests(); "
-        "heard.listen()"
+        "from ortlaunch.worker.supervision.requests import RankRequests; heard = RankRequests(); "
+        "heard.start_listening()"
     )
     life = (
         f"{IGNORE}; os.kill(os.getppid(), 15); time.sleep(0.1); {listens}; time.sleep(0.6); "
@@ -261,9 +261,9 @@ def test_a_rank_that_prints_without_end_is_read_in_turns(monkeypatch: pytest.Mon
     pieces = iter([b"x" * 65536] * 1000)
     monkeypatch.setattr(rank_supervisor.os, "read", lambda *_: next(pieces))
     # 16 pieces of 64 KiB: the size of a pipe.
-    assert rank_supervisor._read(0) == b"x" * 65536 * 16
+    assert rank_supervisor._read_available(0) == b"x" * 65536 * 16
     monkeypatch.setattr(rank_supervisor.os, "read", lambda *_: b"")
-    assert rank_supervisor._read(0) == b""
+    assert rank_supervisor._read_available(0) == b""
 
 
 # Another rank has recorded a stop.
@@ -281,13 +281,13 @@ def test_a_rank_that_was_stopped_is_no_echo_of_its_peers(run: RunDir) -> None:
         time.sleep(9)
         os._exit(0)
     child = Child(pid, run, 1, 60.0)
-    child.pass_on(signal.SIGUSR1)
+    child.handle_signal(signal.SIGUSR1)
     # The rank is dead, and its supervisor has not been notified yet.
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     write_json_atomically(run.rank_error_path(0), {"type": "RuntimeError", "secondary": True})
-    child.pass_on(signal.SIGTERM)
-    assert child.poll() == signal.SIGUSR1
-    assert (child.ended_by_us, child.first_signal) == (False, signal.SIGUSR1)
+    child.handle_signal(signal.SIGTERM)
+    assert child.poll_wait_status() == signal.SIGUSR1
+    assert (child.was_ended_by_us, child.first_signal) == (False, signal.SIGUSR1)
 
 
 @pytest.mark.parametrize(("others", "status"), [(FAILED, -15), (STOPPED, 85)])

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from ortlaunch.worker.supervision import terminal
-from ortlaunch.worker.supervision.terminal import LIVE, Screen, Stream
+from ortlaunch.worker.supervision.terminal import LIVE, OutputStream, Screen
 
 ERASE = b"\r\x1b[K"
 
@@ -26,23 +26,27 @@ ERASE = b"\r\x1b[K"
 )
 def test_lines_of_a_stream_are_plain(pieces: list[bytes], expected: bytes) -> None:
     """Colours are removed, an overwritten line keeps its last form, and pieces are joined."""
-    stream = Stream()
-    found = b"".join([stream.feed(piece).lines for piece in pieces] + [stream.rest()])
+    stream = OutputStream()
+    found = b"".join(
+        [stream.feed_and_split(piece).lines for piece in pieces] + [stream.pop_last_line()]
+    )
     # A line longer than a megabyte is written in pieces.
     assert found.replace(b"k\nk", b"kk") == expected
 
 
 def test_a_bar_that_is_drawn_for_hours_takes_no_memory() -> None:
     """Only the last form of a line that is drawn again and again stays in memory."""
-    stream = Stream()
+    stream = OutputStream()
     for number in range(1000):
-        stream.feed(b"\r%d|%s" % (number, b"#" * 100))
-    assert len(stream.begun) < 300
+        stream.feed_and_split(b"\r%d|%s" % (number, b"#" * 100))
+    assert len(stream.incomplete_line) < 300
 
 
 def test_the_live_line_is_not_among_the_lines() -> None:
     """A rank's live line is separated from the output that surrounds it."""
-    output = Stream().feed(b"half a " + LIVE % b"step 1" + b"line\n" + LIVE % b"step 2")
+    output = OutputStream().feed_and_split(
+        b"half a " + LIVE % b"step 1" + b"line\n" + LIVE % b"step 2"
+    )
     assert (output.lines, output.live) == (b"half a line\n", b"step 2")
 
 
@@ -51,8 +55,8 @@ def drawn(width: int | None, *acts: tuple[str, bytes]) -> bytes:
     end, begin = os.pipe()
     screen = Screen({"out": begin, "err": begin}, width)
     for name, text in acts:
-        screen.draw(text) if name == "live" else screen.show(name, text)
-    screen.close()
+        screen.draw_live_line(text) if name == "live" else screen.print_lines(name, text)
+    screen.remove_live_line()
     os.close(begin)
     with os.fdopen(end, "rb") as file:
         return file.read()
@@ -87,11 +91,11 @@ def test_what_is_waited_for_has_a_clock(monkeypatch: pytest.MonkeyPatch) -> None
         (b"training 10%", (5.0,)),
         (b"saving ...", (0.5,)),
     ):
-        screen.draw(live)
+        screen.draw_live_line(live)
         started = now[0]
         for waited in seconds:
             now[0] = started + waited
-            screen.tick()
+            screen.show_waited_seconds()
     os.close(begin)
     with os.fdopen(end, "rb") as file:
         drawn = file.read().split(ERASE)[1:]
@@ -108,9 +112,9 @@ def test_torch_does_not_report_the_missing_gpu(monkeypatch: pytest.MonkeyPatch) 
     """In a run on the CPU, a CUDA build of torch does not warn that there is no CUDA runtime."""
     import logging
 
-    from ortlaunch.worker.__main__ import expect_no_gpu
+    from ortlaunch.worker.__main__ import silence_no_gpu_warning
 
     logger = logging.getLogger("torch.utils.cpp_extension")
     monkeypatch.setattr(logger, "level", logging.NOTSET)
-    expect_no_gpu("cpu")
+    silence_no_gpu_warning("cpu")
     assert not logger.isEnabledFor(logging.WARNING)

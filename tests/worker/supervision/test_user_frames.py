@@ -13,7 +13,11 @@ import pytest
 from ortlaunch.diagnose.report import with_verdict
 from ortlaunch.launch.failure import classify_run_end
 from ortlaunch.run_folder.folder import RunDir, write_text_atomically
-from ortlaunch.worker.supervision.user_frames import described, folded, raised_at
+from ortlaunch.worker.supervision.user_frames import (
+    error_description,
+    fold_foreign_frames,
+    user_source_location,
+)
 from tests.worker.guarded import guarded, write_plan
 
 # Line numbers below refer to this text.
@@ -75,7 +79,7 @@ def test_the_line_is_in_the_users_file(
     name: str, expected: str, raised: Callable[[str], Exception]
 ) -> None:
     """The line is the last frame in the user's file, also of a library's error."""
-    assert described(raised(name)) == expected
+    assert error_description(raised(name)) == expected
 
 
 def test_an_error_outside_the_users_files_has_no_line() -> None:
@@ -86,13 +90,13 @@ def test_an_error_outside_the_users_files_has_no_line() -> None:
     found.value.__traceback__ = (
         found.value.__traceback__.tb_next if found.value.__traceback__ else None
     )
-    assert raised_at(found.value) is None
+    assert user_source_location(found.value) is None
 
 
 def test_frames_of_packages_are_counted(raised: Callable[[str], Exception]) -> None:
     """Frames of packages are only counted; the user's have their source line."""
     error = raised("library")
-    text = folded("".join(traceback.format_exception(error)))
+    text = fold_foreign_frames("".join(traceback.format_exception(error)))
     assert (
         "  ... 3 frames of ortlaunch and of packages\njson.decoder.JSONDecodeError: Expecting"
         in text

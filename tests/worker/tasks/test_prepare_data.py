@@ -13,7 +13,7 @@ from ortlaunch.recipe import to_yaml
 from ortlaunch.worker import alone
 from ortlaunch.worker.data import LoadedData, tokenizer
 from ortlaunch.worker.data import token_cache as tokens
-from ortlaunch.worker.data.identity import identity
+from ortlaunch.worker.data.identity import data_identity
 from tests.makers import BERT, bert
 
 Captured = pytest.CaptureFixture[str]
@@ -72,7 +72,7 @@ def test_so_it_does_of_rows_with_labels(
     monkeypatch.setattr(tokens, "_write_tokens", None)
     found = LoadedData(made).train
     assert (len(found), int(found.sample(1, 0)["labels"])) == (2, 2)
-    assert identity(found)["fingerprint"]
+    assert data_identity(found)["fingerprint"]
 
 
 def test_a_full_cache_is_told(

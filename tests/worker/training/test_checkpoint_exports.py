@@ -13,9 +13,9 @@ from ortlaunch.run_folder.export_records import ExportLine
 from ortlaunch.run_folder.folder import COMPLETE, RunDir
 from ortlaunch.run_folder.lines import append_json_line, read_json_lines
 from ortlaunch.run_folder.records import as_json
-from ortlaunch.worker.checkpoint.saving import prune
+from ortlaunch.worker.checkpoint.saving import remove_old_checkpoints_and_exports
 from ortlaunch.worker.supervision.progress import Progress
-from ortlaunch.worker.training.checkpoint_exports import CheckpointExports, failures
+from ortlaunch.worker.training.checkpoint_exports import CheckpointExports, failed_export_count
 from tests.makers import recipe
 
 
@@ -49,16 +49,16 @@ def test_what_cannot_begin(
     run.export_folder(2, "huggingface").mkdir(parents=True)
     writing = exports(run)
     # The user's export counts as made at a start; a newer checkpoint of that step has none.
-    assert [*writing.waiting] == [(1, "huggingface")]
-    writing.add(2)
-    writing.add(3)
-    writing.wait()
+    assert [*writing.queued_exports] == [(1, "huggingface")]
+    writing.request_exports(2)
+    writing.request_exports(3)
+    writing.wait_for_exports()
     out = capsys.readouterr().out
     assert "step 1 as huggingface: [Errno 12] Cannot allocate memory" in out
     assert "exists already, by `ortlaunch export`; training is not affected" in out
     assert "step 3 as huggingface: left out: checkpoint.keep has removed it" in out
     assert [line["step"] for line in read_json_lines(run.exports).values] == [1, 2]
-    assert failures(run) == 2
+    assert failed_export_count(run) == 2
     assert run.export_folder(2, "huggingface").exists()
 
 
@@ -74,6 +74,6 @@ def test_only_automatic_exports_are_deleted(tmp_path: Path) -> None:
         )
         append_json_line(run.exports, as_json(line))
     run.export_folder(2, "onnx").with_name("step_00000002_onnx.partial").mkdir()
-    prune(run, 1, None)
+    remove_old_checkpoints_and_exports(run, 1, None)
     left = sorted(path.name for path in (tmp_path / "exports").iterdir())
     assert left == ["step_00000001", "step_00000003_onnx"]

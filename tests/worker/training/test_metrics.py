@@ -24,11 +24,11 @@ from ortlaunch.run_folder.folder import PROGRESS_VARIABLE, RunDir
 from ortlaunch.units import clock_duration
 from ortlaunch.worker.data.batches import TokenCount
 from ortlaunch.worker.engine import flops
-from ortlaunch.worker.engine.flops import flops_per_token, measured_peak_flops
+from ortlaunch.worker.engine.flops import flops_per_token, measure_peak_flops
 from ortlaunch.worker.training import meter as meter_module
 from ortlaunch.worker.training import metrics as metrics_module
 from ortlaunch.worker.training import trackers
-from ortlaunch.worker.training.metrics import Metrics
+from ortlaunch.worker.training.metrics import MetricsWriter
 
 VALUES = {
     "epoch": 0.25, "loss": 1.25, "samples_per_second": 1234.56, "tokens_per_second": 98765.4, "mfu": 0.0525,
@@ -65,19 +65,19 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_a_record_is_there_at_once(tmp_path: Path, clock: list[float]) -> None:
     """Each logged step is one JSON object, on disk before the next one."""
     run = RunDir(tmp_path)
-    metrics = Metrics(recipe(), run, 0)
+    metrics = MetricsWriter(recipe(), run, 0)
     clock[0] += 1.5
-    metrics.write(10, VALUES)
+    metrics.write_step(10, VALUES)
     assert records(run) == [{"step": 10, **VALUES, "elapsed_seconds": 1.5}]
     clock[0] += 1
-    metrics.write(10, {"evaluation_loss": 2.0})
+    metrics.write_step(10, {"evaluation_loss": 2.0})
     assert records(run)[1:] == [{"step": 10, "evaluation_loss": 2.0, "elapsed_seconds": 2.5}]
-    metrics.close()
+    metrics.close_file_and_trackers()
 
 
 def test_a_full_disk_is_named(tmp_path: Path) -> None:
     """A full disk's error names metrics.jsonl."""
-    metrics = Metrics(recipe(), RunDir(tmp_path), 0)
+    metrics = MetricsWriter(recipe(), RunDir(tmp_path), 0)
     metrics.file.close()
 
     def write(text: str) -> None:
@@ -87,27 +87,27 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
     full: Any = SimpleNamespace(name="metrics.jsonl", write=write)
     metrics.file = full
     with pytest.raises(OSError, match="No space left on device") as caught:
-        metrics.write(1, {"loss": 1.0})
+        metrics.write_step(1, {"loss": 1.0})
     assert caught.value.filename == "metrics.jsonl"
 
 
 def test_a_failed_write_is_raised_once(tmp_path: Path) -> None:
     """After a failed write, the end of a failed training raises no second error in its place."""
-    metrics = Metrics(recipe(), RunDir(tmp_path), 0)
+    metrics = MetricsWriter(recipe(), RunDir(tmp_path), 0)
     metrics.file.close()
     metrics.file = Path("/dev/full").open("a", buffering=1)  # noqa: SIM115
     with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
-        metrics.write(1, {"loss": 1.0})
-    metrics.close(failed=True)
+        metrics.write_step(1, {"loss": 1.0})
+    metrics.close_file_and_trackers(has_failed=True)
 
 
 def test_a_record_is_json(
     tmp_path: Path, clock: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A value that is not finite is printed as such, and is a string in metrics.jsonl."""
-    metrics = Metrics(recipe(), RunDir(tmp_path), 0)
-    metrics.write(10, {"evaluation_loss": float("nan")})
-    metrics.close()
+    metrics = MetricsWriter(recipe(), RunDir(tmp_path), 0)
+    metrics.write_step(10, {"evaluation_loss": float("nan")})
+    metrics.close_file_and_trackers()
     assert records(RunDir(tmp_path)) == [
         {"step": 10, "evaluation_loss": "nan", "elapsed_seconds": 0.0}
     ]
@@ -118,12 +118,12 @@ def test_the_line_for_a_person(
     tmp_path: Path, clock: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The printed line has units, leaves out missing values, and estimates the time left."""
-    metrics = Metrics(recipe(steps=40), RunDir(tmp_path), 10)
+    metrics = MetricsWriter(recipe(steps=40), RunDir(tmp_path), 10)
     clock[0] += 5.0
-    metrics.write(20, VALUES)
-    metrics.write(20, {"loss": 3.0, "gradient_norm": None})
-    metrics.write(40, {"evaluation_loss": 2.0})
-    metrics.close()
+    metrics.write_step(20, VALUES)
+    metrics.write_step(20, {"loss": 3.0, "gradient_norm": None})
+    metrics.write_step(40, {"evaluation_loss": 2.0})
+    metrics.close_file_and_trackers()
     assert (
         capsys.readouterr().out.splitlines()
         == [
@@ -142,9 +142,9 @@ def test_the_line_fits_the_terminal(
     shown = {}
     for columns in (100, 80, 60):
         monkeypatch.setenv(PROGRESS_VARIABLE, str(columns))
-        metrics = Metrics(recipe(), RunDir(tmp_path), 0)
-        metrics.write(10, VALUES)
-        metrics.close()
+        metrics = MetricsWriter(recipe(), RunDir(tmp_path), 0)
+        metrics.write_step(10, VALUES)
+        metrics.close_file_and_trackers()
         shown[columns] = capsys.readouterr().out.rstrip()
     assert [len(line) <= columns for columns, line in shown.items()] == [True, True, True]
     assert "epoch 0.25" in shown[100]
@@ -164,10 +164,10 @@ def test_a_resumed_run_cuts_what_came_after_its_checkpoint(
         for step in (2, 4, 4, 6, 8)
     ]
     run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 1, "lo')
-    metrics = Metrics(recipe(), run, 4)
+    metrics = MetricsWriter(recipe(), run, 4)
     clock[0] += 2
-    metrics.write(6, {"loss": 0.0})
-    metrics.close()
+    metrics.write_step(6, {"loss": 0.0})
+    metrics.close_file_and_trackers()
     # Over all starts.
     assert records(run)[-1]["elapsed_seconds"] == 6.5
     assert [(r["step"], r["loss"]) for r in records(run)] == [
@@ -182,7 +182,7 @@ def test_a_run_without_checkpoint_begins_anew(tmp_path: Path) -> None:
     """A run that died before its first checkpoint starts its record again."""
     run = RunDir(tmp_path)
     run.metrics.write_text('{"step": 1, "loss": 1.0}\n')
-    Metrics(recipe(), run, 0).close()
+    MetricsWriter(recipe(), run, 0).close_file_and_trackers()
     assert run.metrics.read_text() == ""
 
 
@@ -197,17 +197,19 @@ def scalars(run: RunDir, name: str) -> list[tuple[int, float]]:
 def test_tensorboard(tmp_path: Path) -> None:
     """TensorBoard has every value by name; a resumed run hides steps after its checkpoint."""
     run = RunDir(tmp_path)
-    metrics = Metrics(recipe(trackers=("tensorboard",)), run, 0)
+    metrics = MetricsWriter(recipe(trackers=("tensorboard",)), run, 0)
     for step in (2, 4, 6):
-        metrics.write(step, {"loss": float(step), "gradient_norm": None, "skipped_steps": step})
-    metrics.close()
+        metrics.write_step(
+            step, {"loss": float(step), "gradient_norm": None, "skipped_steps": step}
+        )
+    metrics.close_file_and_trackers()
     assert scalars(run, "train/loss") == [(2, 2.0), (4, 4.0), (6, 6.0)]
     assert scalars(run, "train/skipped_steps")[-1] == (6, 6.0)
     with pytest.raises(KeyError):
         scalars(run, "train/gradient_norm")
-    resumed = Metrics(recipe(trackers=("tensorboard",)), run, 4)
-    resumed.write(5, {"loss": 0.5})
-    resumed.close()
+    resumed = MetricsWriter(recipe(trackers=("tensorboard",)), run, 4)
+    resumed.write_step(5, {"loss": 0.5})
+    resumed.close_file_and_trackers()
     assert scalars(run, "train/loss") == [(2, 2.0), (4, 4.0), (5, 0.5)]
 
 
@@ -249,10 +251,10 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_in(tmp_path)
     # The second start returned to the checkpoint of step 2.
     for first, steps in ((0, (2, 4)), (2, (3,))):
-        metrics = Metrics(recipe(trackers=("wandb",)), run, first)
+        metrics = MetricsWriter(recipe(trackers=("wandb",)), run, first)
         for step in steps:
-            metrics.write(step, {"loss": step / 2, "gradient_norm": None})
-        metrics.close()
+            metrics.write_step(step, {"loss": step / 2, "gradient_norm": None})
+        metrics.close_file_and_trackers()
     # A process of W&B's own writes, a moment later.
     deadline = time.monotonic() + 20
     while len(found := wandb_losses(run)) < 3 and time.monotonic() < deadline:
@@ -269,9 +271,9 @@ def test_mlflow_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
     run = run_in(tmp_path)
     for first, failed in ((0, False), (2, True)):
-        metrics = Metrics(recipe(trackers=("mlflow",)), run, first)
-        metrics.write(first + 2, {"loss": 1.0 + first})
-        metrics.close(failed)
+        metrics = MetricsWriter(recipe(trackers=("mlflow",)), run, first)
+        metrics.write_step(first + 2, {"loss": 1.0 + first})
+        metrics.close_file_and_trackers(failed)
     client = MlflowClient((run.trackers / "mlruns").as_uri())
     (theirs,) = client.search_runs([client.get_experiment_by_name("t").experiment_id])
     assert (theirs.info.status, theirs.data.params["train.max_steps"], theirs.info.run_name) == (
@@ -294,10 +296,10 @@ def test_a_tracker_that_fails_ends_nothing(
     for module in ("torch.utils.tensorboard", "wandb", "mlflow.tracking"):
         monkeypatch.setitem(sys.modules, module, None)
     run = RunDir(tmp_path)
-    metrics = Metrics(recipe(trackers=(name,)), run, 0)
+    metrics = MetricsWriter(recipe(trackers=(name,)), run, 0)
     for step in (1, 2):
-        metrics.write(step, {"loss": 1.0})
-    metrics.close()
+        metrics.write_step(step, {"loss": 1.0})
+    metrics.close_file_and_trackers()
     assert capsys.readouterr().out.count(f"log.trackers: {name} FAILED, ModuleNotFoundError: ") == 1
     assert [one["step"] for one in records(run)] == [1, 2]
 
@@ -314,9 +316,9 @@ def test_a_tracker_that_hangs_is_left_behind(
 
     monkeypatch.setitem(trackers.TRACKERS, "wandb", Hanging)
     monkeypatch.setattr(trackers, "_LEAVE_SECONDS", 0.1)
-    metrics = Metrics(recipe(trackers=("wandb",)), RunDir(tmp_path), 0)
-    metrics.write(1, {"loss": 1.0})
-    metrics.close()
+    metrics = MetricsWriter(recipe(trackers=("wandb",)), RunDir(tmp_path), 0)
+    metrics.write_step(1, {"loss": 1.0})
+    metrics.close_file_and_trackers()
     ever.set()
     assert "log.trackers: wandb did not accept all values within" in capsys.readouterr().out
 
@@ -427,27 +429,32 @@ def test_a_rate_above_the_measured_one_has_it_measured_again(
     # A second measurement is the last one: a reading below the peak takes none.
     peaks = iter([100.0, 400.0])
     tokens = 32
-    monkeypatch.setattr(meter_module, "measured_peak_flops", lambda device, dtype: next(peaks))
+    monkeypatch.setattr(meter_module, "measure_peak_flops", lambda device, dtype: next(peaks))
     # One second a reading.
     monkeypatch.setattr(meter_module.time, "perf_counter", itertools.count().__next__)
     session = SimpleNamespace(
         group=SimpleNamespace(
-            device=torch.device(device), size=1, mean=float, gather_numbers=lambda mine: [mine]
+            device=torch.device(device),
+            size=1,
+            mean_over_ranks=float,
+            gather_numbers=lambda mine: [mine],
         ),
         plan=SimpleNamespace(batch=SimpleNamespace(global_samples=1)),
         batches=SimpleNamespace(tokens=TokenCount(0, 0)),
         engine=SimpleNamespace(
-            flops_per_token=200.0 / tokens, stepper=SimpleNamespace(numbers=SimpleNamespace(keep=lambda: None)),
+            flops_per_token=200.0 / tokens,
+            stepper=SimpleNamespace(returned_values=SimpleNamespace(keep_step=lambda: None)),
             plain=SimpleNamespace(has_numbers=False),
-        ), recipe=SimpleNamespace(precision="fp32"),
-    )  # fmt: skip
-    meter = meter_module.Meter(session)
+        ),
+        recipe=SimpleNamespace(precision="fp32"),
+    )
+    meter = meter_module.TrainingMeter(session)
     mask = (torch.arange(tokens) < tokens // 4).long()
     batch = {"input_ids": torch.ones(1, tokens), "attention_mask": mask[None]}
     for _ in range(2):
-        meter.took(torch.tensor(1.0))
-        session.batches.tokens = session.batches.tokens.with_batch(batch)
-        read = meter.read()
+        meter.count_step(torch.tensor(1.0))
+        session.batches.tokens = session.batches.tokens.add_batch(batch)
+        read = meter.read_and_restart()
         # A CPU has no MFU.
         assert read.get("mfu") == expected
         # Three quarters of the places are padding.
@@ -458,7 +465,7 @@ def test_peak_is_the_best_of_several_products(monkeypatch: pytest.MonkeyPatch) -
     """The peak is that of the fastest matmul: 2 n^3 operations in its time."""
     times = itertools.accumulate(itertools.chain([0.0], itertools.cycle([3.0, 1.0, 0.5, 1.0])))
     monkeypatch.setattr(metrics_module.time, "perf_counter", lambda: next(times))
-    assert measured_peak_flops(torch.device("cpu"), torch.float32) == 2 * 1024**3 / 0.5
+    assert measure_peak_flops(torch.device("cpu"), torch.float32) == 2 * 1024**3 / 0.5
 
 
 @pytest.mark.parametrize(
@@ -474,7 +481,7 @@ def test_peak_is_float32s_where_another_type_is_slower(
         asked.append((dtype, size))
         return 160.0 if dtype == torch.float32 else bfloat16
 
-    monkeypatch.setattr(flops, "_rate_of_products", rate)
+    monkeypatch.setattr(flops, "_measure_matmul_flops", rate)
     # With bfloat16 in software, a run once had an MFU of 1,061 %.
-    assert measured_peak_flops(torch.device("cpu"), torch.bfloat16) == peak
+    assert measure_peak_flops(torch.device("cpu"), torch.bfloat16) == peak
     assert len(asked) == tried

@@ -17,7 +17,7 @@ from ortlaunch.errors import ParityError
 from ortlaunch.ortmodule.base import custom_functions
 from ortlaunch.ortmodule.base.counters import tally
 from ortlaunch.ortmodule.witness import Witness
-from ortlaunch.worker.engine.comparison import compare, compare_with_draws, dropouts
+from ortlaunch.worker.engine.comparison import active_dropouts, compare_passes, compare_with_draws
 from ortlaunch.worker.engine.differences import Comparison
 from ortlaunch.worker.model.model import LossModule
 from tests.makers import recipe
@@ -64,18 +64,18 @@ def test_language_models_pass(family: str, dropout: float, lora: bool) -> None:
     before = {name: model.get_parameter(name).grad.clone() for name in trained}
 
     # With dropout, a second ORTModule over the same weights is needed.
-    found = compare(model, wrapped(model) if dropout else training, words())
+    found = compare_passes(model, wrapped(model) if dropout else training, words())
 
     assert len(found.gradients) == len(trained)
-    assert found.largest < 1e-4
-    assert bool(dropouts(model)) == bool(dropout)
+    assert found.largest_difference < 1e-4
+    assert bool(active_dropouts(model)) == bool(dropout)
     assert all(
         torch.equal(model.get_parameter(name).grad, gradient) for name, gradient in before.items()
     )
     # The training module would do, but it would discard its graph.
     if dropout:
         before_it = tally.re_exports
-        assert compare(model, training, words()).largest < 1e-4
+        assert compare_passes(model, training, words()).largest_difference < 1e-4
         assert tally.re_exports == before_it + 1
 
 
@@ -104,7 +104,7 @@ def test_a_bias_before_batch_norm_is_no_alarm(threads: int) -> None:
     x = torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(1)) * 30 + 100
     torch.set_num_threads(threads)
     try:
-        found = compare(
+        found = compare_passes(
             net, wrapped(net, threads=threads), {"x": x, "y": torch.arange(8)}, tolerance=3e-6
         )
     finally:
@@ -114,7 +114,7 @@ def test_a_bias_before_batch_norm_is_no_alarm(threads: int) -> None:
     }
     # Judged by the same pass in float64.
     assert "body.3.bias" in found.rounding
-    assert found.largest < 1e-5
+    assert found.largest_difference < 1e-5
     # The passes' updates of buffers were undone.
     assert not int(net.body[1].num_batches_tracked)
 
@@ -148,8 +148,8 @@ def test_a_reentrant_checkpoint_is_compared() -> None:
     # ONNX Runtime recomputes in its graph.
     net = Kept()
     net.scale = nn.Parameter(torch.ones(8))
-    found = compare(net, wrapped(net), {"x": X})
-    assert found.largest < 1e-5
+    found = compare_passes(net, wrapped(net), {"x": X})
+    assert found.largest_difference < 1e-5
     assert len(found.gradients) == 5
     assert all(each.reference_norm > 0 for each in found.gradients)
 
@@ -167,7 +167,7 @@ def test_a_model_that_draws_random_numbers_is_compared() -> None:
     losses = set()
     for _ in range(2):
         found = compare_with_draws(net, module, {"x": X}, replaying)
-        assert (found.draws, found.largest < 1e-5) == (3, True)
+        assert (found.draws, found.largest_difference < 1e-5) == (3, True)
         losses.add(found.loss)
         torch.rand(1)
     # One graph is exported for all steps; and one draws otherwise, because of the dropout.
@@ -178,14 +178,14 @@ def test_the_comparison_sees_the_weights_of_the_step() -> None:
     """The weights that are compared are those of the step, not those of the export."""
     model = prepared("bert", 0.1)
     engine = wrapped(model)
-    first = compare(model, engine, words())
+    first = compare_passes(model, engine, words())
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.1)
-    second = compare(model, engine, words())
+    second = compare_passes(model, engine, words())
     # The loss follows the changed weights.
     assert second.loss != pytest.approx(first.loss, rel=1e-4)
-    assert second.largest < 1e-4
+    assert second.largest_difference < 1e-4
 
 
 def test_compared_passes_are_not_the_runs(witness: Witness) -> None:
@@ -194,7 +194,7 @@ def test_compared_passes_are_not_the_runs(witness: Witness) -> None:
     engine = wrapped(model)
     engine(**words()).backward()
     with witness.uncounted():
-        compare(model, engine, words())
+        compare_passes(model, engine, words())
     with pytest.raises(KeyError), witness.uncounted():
         raise KeyError
     assert (witness.forward_passes, witness.backward_passes, witness.fallbacks) == (1, 1, 0)
@@ -223,8 +223,8 @@ def test_a_lost_gradient_of_a_function_is_seen(kept: bool) -> None:
     without = mock.patch.object(torch.Tensor, "requires_grad_", lambda tensor, _: tensor)
     model = wrapped(asked)
     with contextlib.nullcontext() if kept else without:
-        found = compare(asked, model, {"x": X[:, :4]})
-    assert (found.largest < 1e-5) == kept
+        found = compare_passes(asked, model, {"x": X[:, :4]})
+    assert (found.largest_difference < 1e-5) == kept
     assert (found.rounding, found.not_judged) == ([], "")
 
 
@@ -260,14 +260,14 @@ def compared(planted: Any) -> Comparison:
     torch.onnx.register_custom_op_symbolic("aten::tanh", planted, 9)
     try:
         net = Net()
-        return compare(net, wrapped(net), {"x": X})
+        return compare_passes(net, wrapped(net), {"x": X})
     finally:
         torch.onnx.unregister_custom_op_symbolic("aten::tanh", 9)
 
 
 def test_the_net_itself_passes() -> None:
     """Without a planted error there is no difference, so the tests below can fail."""
-    assert compared(lambda g, x: g.op("Tanh", x)).largest < 1e-5
+    assert compared(lambda g, x: g.op("Tanh", x)).largest_difference < 1e-5
 
 
 def test_a_wrong_operator_is_seen() -> None:

@@ -14,7 +14,7 @@ from ortlaunch.rank import Rank
 from ortlaunch.run_folder.folder import RunDir, write_json_atomically, write_text_atomically
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.supervision.requests import RankRequest
-from ortlaunch.worker.training.stopping import saved_for, stop
+from ortlaunch.worker.training.stopping import answer_save_request, record_stop
 
 
 @pytest.fixture
@@ -28,14 +28,17 @@ def session(tmp_path: Path) -> Any:
 def test_a_folder_that_is_not_writable(session: Any) -> None:
     """A stop without a checkpoint ends with 128 + the signal; the error has the reason."""
     for asked, status in ((RankRequest.TERMINATE, 143), (RankRequest.INTERRUPT, 130)):
-        with pytest.raises(NotSaved) as caught, saved_for(session, SimpleNamespace(), asked):  # type: ignore[arg-type]
+        with (
+            pytest.raises(NotSaved) as caught,
+            answer_save_request(session, SimpleNamespace(), asked),
+        ):  # type: ignore[arg-type]
             raise CheckpointError("Permission denied")
         said = f"stopped by {asked.signal.name}, and nothing was saved: Permission denied"
         assert (str(caught.value), caught.value.exit_status) == (said, status)
     # Without a stop, the failed save raises its own error.
     with (
         pytest.raises(CheckpointError, match=r"^Permission"),
-        saved_for(session, SimpleNamespace(), RankRequest.SAVE),
+        answer_save_request(session, SimpleNamespace(), RankRequest.SAVE),
     ):  # type: ignore[arg-type]
         raise CheckpointError("Permission denied")
 
@@ -46,9 +49,9 @@ def test_a_save_that_failed_and_was_told(session: Any) -> None:
     with pytest.raises(
         NotSaved, match=r"^stopped by `ortlaunch stop`, and nothing was saved: see NOT SAVED above"
     ) as caught:
-        stop(session, RankRequest.STOP, 3)
+        record_stop(session, RankRequest.STOP, 3)
     assert (caught.value.exit_status, session.run.stopped.exists()) == (138, False)
     # With the checkpoint of this step, stopped.json is written.
-    write_text_atomically(session.run.checkpoint(3) / "COMPLETE", "")
-    assert stop(session, RankRequest.STOP, 3) is RankRequest.STOP
+    write_text_atomically(session.run.checkpoint_folder(3) / "COMPLETE", "")
+    assert record_stop(session, RankRequest.STOP, 3) is RankRequest.STOP
     assert '"exit_status": 85' in session.run.stopped.read_text()

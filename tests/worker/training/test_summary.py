@@ -22,7 +22,7 @@ from ortlaunch.run_folder.engine_report import (
 )
 from ortlaunch.run_folder.folder import RunDir, write_json_atomically, write_text_atomically
 from ortlaunch.worker.engine.binding import Bound
-from ortlaunch.worker.training.finish import _loaded_by, summarize
+from ortlaunch.worker.training.finish import _loading_code, summarize_run
 from ortlaunch.worker.training.summary import late_notes, outcome_lines, plan_lines
 from tests.makers import WORDS, engine_report, onnxruntime, recipe
 
@@ -64,7 +64,7 @@ def test_a_summary_without_metrics(tmp_path: Path, capsys: pytest.CaptureFixture
         run.checkpoint_folder(3) / "manifest.json", {"step": 3, "samples": 24, "files": {}}
     )
     write_text_atomically(run.checkpoint_folder(3) / "COMPLETE", "")
-    found = summarize(run, 10, {"training": 2.0})
+    found = summarize_run(run, 10, {"training": 2.0})
     assert (found.steps, found.samples, found.loss, found.training_seconds) == (3, 24, None, 2.0)
     assert (
         "metrics.jsonl was removed during training: summary.json has no loss"
@@ -164,7 +164,7 @@ def test_cores_of_ranks_are_told() -> None:
     # Hosts may differ: the first one has one rank, and the second one two.
     alone = Bound("core", "none", (0, 1), None, "one rank has all cores")
     found = [
-        plan_lines(replace(report(), binding=alone.report(["0-1", "0", "1"], used)))[1:-1]
+        plan_lines(replace(report(), binding=alone.binding_record(["0-1", "0", "1"], used)))[1:-1]
         for used in (["none", "core", "core"], ["none"] * 3)
     ]
     assert found == [
@@ -172,7 +172,7 @@ def test_cores_of_ranks_are_told() -> None:
         ["binding core: not bound: one rank has all cores"],
     ]
     # Nobody requested this binding.
-    quiet = Bound("auto", "none", (0, 1), None, "its cores are one NUMA node").report(
+    quiet = Bound("auto", "none", (0, 1), None, "its cores are one NUMA node").binding_record(
         ["0-1"], ["none"]
     )
     assert plan_lines(replace(report(), binding=quiet))[1:] == [FP16]
@@ -214,6 +214,6 @@ def test_adapters_of_a_larger_vocabulary_load_by_the_printed_line(resized: bool)
     adapted = recipe(
         model={"task": "causal-lm", "pretrained": "x", "lora": {"merge": False}}, data=WORDS
     )
-    line = _loaded_by(adapted, RunDir(Path("run")), trained)
+    line = _loading_code(adapted, RunDir(Path("run")), trained)
     resize = "base_model.resize_token_embeddings(352); " if resized else ""
     assert line == f'{resize}peft.PeftModel.from_pretrained(base_model, "run/export")'

@@ -41,37 +41,39 @@ def folder_files(folder: str, split: str) -> list[str]:
     if not os.path.isdir(folder):
         raise MissingData(f"data.*.path: no folder {folder!r} (current folder: {os.getcwd()})")
     names = [name for name in sorted(os.listdir(folder)) if not name.startswith(".")]
-    if described := [os.path.join(folder, name) for name in names if name in _METADATA]:
-        return described[:1]
+    if metadata_paths := [os.path.join(folder, name) for name in names if name in _METADATA]:
+        return metadata_paths[:1]
     classes = [name for name in names if os.path.isdir(os.path.join(folder, name))]
     if split in classes and {*classes} <= _SPLITS:
         return folder_files(os.path.join(folder, split), split)
     if not {*classes} - _SPLITS:
-        told = f"{_METADATA[0]}, nor a sub-folder for each class, nor the split {split!r}"
-        raise MissingData(f"{folder}: has neither {told}; it has {', '.join(classes) or 'none'}")
-    return [path for name in classes for path in _files_of_class(os.path.join(folder, name))]
+        problem = f"{_METADATA[0]}, nor a sub-folder for each class, nor the split {split!r}"
+        raise MissingData(f"{folder}: has neither {problem}; it has {', '.join(classes) or 'none'}")
+    return [path for name in classes for path in _class_files(os.path.join(folder, name))]
 
 
 def folder_rows(paths: Sequence[str]) -> Iterator[Row]:
     """Yield the rows of files of folders: of metadata its own, of any other file one."""
-    for number, path in enumerate(paths, 1):
+    for file_number, path in enumerate(paths, 1):
         folder, name = os.path.split(path)
         if name in _METADATA:
             yield from read_file(path, name.rpartition(".")[2])
         else:
             values = {"file_name": name, "label": os.path.basename(folder)}
-            yield Row(values, path, number / len(paths))
+            yield Row(values, path, file_number / len(paths))
 
 
-def _files_of_class(folder: str) -> list[str]:
-    entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
-    found = sorted(entry.path for entry in entries if entry.name.lower().endswith(_FILES))
-    inner = [f"{entry.name} is a folder in it; " for entry in entries if entry.is_dir()]
-    if inner or not found:
-        told = f"is a class and has no files ({', '.join(_FILES)}) alone"
-        raise DataError(f"{folder}: {told}; {''.join(inner[:1])}metadata.csv may name classes")
-    if len(found) < len(entries):
-        add_cache_note(
-            f"{folder}: {len(entries) - len(found):,} files are no images and are not read"
+def _class_files(class_folder: str) -> list[str]:
+    entries = [entry for entry in os.scandir(class_folder) if not entry.name.startswith(".")]
+    paths = sorted(entry.path for entry in entries if entry.name.lower().endswith(_FILES))
+    inner_folders = [f"{entry.name} is a folder in it; " for entry in entries if entry.is_dir()]
+    if inner_folders or not paths:
+        problem = f"is a class and has no files ({', '.join(_FILES)}) alone"
+        raise DataError(
+            f"{class_folder}: {problem}; {''.join(inner_folders[:1])}metadata.csv may name classes"
         )
-    return found
+    if len(paths) < len(entries):
+        add_cache_note(
+            f"{class_folder}: {len(entries) - len(paths):,} files are no images and are not read"
+        )
+    return paths

@@ -21,13 +21,13 @@ from ortlaunch.errors import InputError
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.recipe.inputs import require_no_pointers
-from ortlaunch.worker.data.corpus import rows, value
-from ortlaunch.worker.data.label_rows import SourceSummary, class_of, labelled_rows, text_of
+from ortlaunch.worker.data.corpus import read_rows, required_value
+from ortlaunch.worker.data.label_rows import SourceSummary, checked_class, labelled_rows, row_text
 from ortlaunch.worker.data.labelled import LabelledTexts
 from ortlaunch.worker.data.reading import DataError, Row, blocks_hash
 from ortlaunch.worker.data.samples import IGNORED, Sample
 from ortlaunch.worker.data.streams.hub import hub_reason
-from ortlaunch.worker.data.tokenizer import pinned
+from ortlaunch.worker.data.tokenizer import pinned_folder
 
 # Files whose contents identify a data set; up to twice as many are used.
 _SOME = 64
@@ -42,15 +42,15 @@ def load_processor(recipe: Recipe) -> Any:
     """
     media = recipe.model.traits.media
     source = str(recipe.data.processor or recipe.model.pretrained)
-    return _loaded(media, source) if media and not recipe.data.is_custom else None
+    return _load_processor_cached(media, source) if media and not recipe.data.is_custom else None
 
 
 @functools.lru_cache(maxsize=1)
-def _loaded(media: str, source: str) -> Any:
+def _load_processor_cached(media: str, source: str) -> Any:
     import transformers
 
     try:
-        return getattr(transformers, _PROCESSORS[media]).from_pretrained(pinned(source))
+        return getattr(transformers, _PROCESSORS[media]).from_pretrained(pinned_folder(source))
     # Of a package that the processor needs, too.
     except (OSError, ValueError, ImportError) as error:
         reason = hub_reason(error, source)
@@ -62,23 +62,27 @@ class LabelledImages(LabelledTexts):
 
     def __init__(self, source: Corpus, recipe: Recipe, _: Any) -> None:
         self.processor = load_processor(recipe)
-        found = SourceSummary()
+        summary = SourceSummary()
         self.rows = [
-            (str(row.text), row.numbers) for row in labelled_rows(source, _classified, found)
+            (str(row.text), row.label_integers)
+            for row in labelled_rows(source, _read_image_row, summary)
         ]
-        self.labels, self.counts = [*found.labels], found.counts
-        self.largest, self.names = found.largest, found.names
+        self.labels, self.counts = [*summary.labels], summary.counts
+        self.largest, self.names = summary.largest, summary.names
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def sample(self, index: int, epoch: int) -> Sample:
-        path, numbers = self.rows[index]
-        return _tensors(_image(path), self.processor, self._label(numbers))
+        path, stored_numbers = self.rows[index]
+        return _sample_tensors(_load_image(path), self.processor, self._row_label(stored_numbers))
 
     def some(self) -> list[tuple[Any, Any]]:
         """Return hashes of some images, evenly spread, with their classes."""
-        return [(blocks_hash(path), self._label(numbers)) for path, numbers in _some(self.rows)]
+        return [
+            (blocks_hash(path), self._row_label(stored_numbers))
+            for path, stored_numbers in _evenly_spread(self.rows)
+        ]
 
 
 class Recordings:
@@ -88,16 +92,19 @@ class Recordings:
 
     def __init__(self, source: Corpus, recipe: Recipe, tokenizer: Any) -> None:
         self.processor = load_processor(recipe)
-        found = [*rows(source)]
+        corpus_rows = [*read_rows(source)]
         self.rows = [
-            (_file(row, source), _transcript(row, source, tokenizer, recipe.data.transcript_length))
-            for row in found
+            (
+                _row_file_path(row, source),
+                _transcript_labels(row, source, tokenizer, recipe.data.transcript_length),
+            )
+            for row in corpus_rows
         ]
-        if empty := [row.place for row in found if not text_of(row, source).strip()]:
-            add_cache_note(f"{empty[0]}: the transcript is empty ({len(empty):,} of {len(found):,} are); "
+        if empty := [row.location for row in corpus_rows if not row_text(row, source).strip()]:
+            add_cache_note(f"{empty[0]}: the transcript is empty ({len(empty):,} of {len(corpus_rows):,} are); "
                  "leave such rows out, unless silence is meant")  # fmt: skip
         for path, _ in self.rows:
-            _sound(path, self.processor, 0)
+            _read_sound(path, self.processor, 0)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -105,60 +112,64 @@ class Recordings:
     def sample(self, index: int, epoch: int) -> Sample:
         path, labels = self.rows[index]
         rate = {"sampling_rate": self.processor.sampling_rate}
-        return _tensors(_sound(path, self.processor), self.processor, labels, **rate)
+        return _sample_tensors(_read_sound(path, self.processor), self.processor, labels, **rate)
 
     def some(self) -> list[tuple[Any, Any]]:
         """Return hashes of some recordings, evenly spread, with their transcripts."""
-        return [(blocks_hash(path), labels) for path, labels in _some(self.rows)]
+        return [(blocks_hash(path), labels) for path, labels in _evenly_spread(self.rows)]
 
 
-def _tensors(content: Any, processor: Any, label: Any, **options: Any) -> Sample:
+def _sample_tensors(content: Any, processor: Any, label: Any, **options: Any) -> Sample:
     name = processor.model_input_names[0]
-    found = processor(content, return_tensors="pt", **options)[name][0]
-    return {name: found, "labels": torch.tensor(label)}
+    tensor = processor(content, return_tensors="pt", **options)[name][0]
+    return {name: tensor, "labels": torch.tensor(label)}
 
 
-def _some(found: list[Any]) -> list[Any]:
-    return found[:: max(1, len(found) // _SOME)]
+def _evenly_spread(items: list[Any]) -> list[Any]:
+    return items[:: max(1, len(items) // _SOME)]
 
 
-def _file(row: Row, source: Corpus) -> str:
+def _row_file_path(row: Row, source: Corpus) -> str:
     """Return the path of a row's file, whose name is relative to the file of the row.
 
     Raises:
         DataError: the row has no such column, or there is no such file.
     """
-    name = value(row, source.file_column)
-    path = os.path.join(os.path.dirname(row.place), str(name))
+    name = required_value(row, source.file_column)
+    path = os.path.join(os.path.dirname(row.location), str(name))
     if not isinstance(name, str) or not os.path.isfile(path):
-        raise DataError(f"{row.place}: {source.file_column} is {name!r:.80}; no such file exists")
+        raise DataError(
+            f"{row.location}: {source.file_column} is {name!r:.80}; no such file exists"
+        )
     return path
 
 
-def _classified(row: Row, source: Corpus, first: Any) -> tuple[str, list[Any]]:
+def _read_image_row(row: Row, source: Corpus, first_label: Any) -> tuple[str, list[Any]]:
     """Return a file and its class."""
-    label = value(row, source.label_column)
-    return _file(row, source), [class_of(row, source.label_column, label, first)]
+    label = required_value(row, source.label_column)
+    return _row_file_path(row, source), [
+        checked_class(row, source.label_column, label, first_label)
+    ]
 
 
-def _transcript(row: Row, source: Corpus, tokenizer: Any, length: int) -> list[int]:
+def _transcript_labels(row: Row, source: Corpus, tokenizer: Any, max_length: int) -> list[int]:
     """Return the labels of a row's text, with an end mark, padded to a length.
 
     Raises:
         DataError: the row has no text, or a longer one.
     """
-    ids = tokenizer(text_of(row, source)).input_ids
+    ids = tokenizer(row_text(row, source)).input_ids
     # The model puts its start mark before the labels itself.
     starts = tokenizer.bos_token_id, tokenizer.convert_tokens_to_ids("<|startoftranscript|>")
     ids = ids[1:] if ids and ids[0] in starts else ids
     ids += [] if tokenizer.eos_token_id in (None, *ids[-1:]) else [tokenizer.eos_token_id]
-    if len(ids) > length:
-        told = f"its text has {len(ids)} tokens; set data.transcript_length, now {length}"
-        raise DataError(f"{row.place}: {told}, or leave the row out")
-    return [*ids, *[IGNORED] * (length - len(ids))]
+    if len(ids) > max_length:
+        problem = f"its text has {len(ids)} tokens; set data.transcript_length, now {max_length}"
+        raise DataError(f"{row.location}: {problem}, or leave the row out")
+    return [*ids, *[IGNORED] * (max_length - len(ids))]
 
 
-def _image(path: str) -> Any:
+def _load_image(path: str) -> Any:
     from transformers.image_utils import load_image
 
     try:
@@ -169,37 +180,37 @@ def _image(path: str) -> Any:
         raise DataError(f"{path}: cannot be read as an image: {error}") from None
 
 
-def _sound(path: str, processor: Any, most: int = sys.maxsize) -> NDArray[np.float64]:
+def _read_sound(path: str, processor: Any, max_frames: int = sys.maxsize) -> NDArray[np.float64]:
     """Return the samples of a WAV file, from -1 to 1, as the mean of its channels.
 
     Args:
         path: the file.
         processor: the feature extractor, whose sampling rate and longest sound are checked.
-        most: largest number of samples to read.
+        max_frames: largest number of samples to read.
 
     Raises:
         DataError: the file is cut off, is longer than the processor reads, or has another form.
     """
     rate = processor.sampling_rate
-    mend = f"type: ffmpeg -i {shlex.quote(path)} -ar {rate} -ac 1 -c:a pcm_s16le NEW.wav"
+    remedy = f"type: ffmpeg -i {shlex.quote(path)} -ar {rate} -ac 1 -c:a pcm_s16le NEW.wav"
     try:
         with wave.open(path) as file:
             channels, width, own_rate, frames, *_ = file.getparams()
-            data = file.readframes(min(most, frames))
+            data = file.readframes(min(max_frames, frames))
     except (wave.Error, EOFError) as error:
         require_no_pointers([path])
-        raise DataError(f"{path}: is not read as WAV: {error}; {mend}") from None
+        raise DataError(f"{path}: is not read as WAV: {error}; {remedy}") from None
     # Whisper's processor would cut the rest off.
     longest = getattr(processor, "n_samples", frames)
-    for is_wrong, told in (
+    for is_wrong, problem in (
         ((own_rate, width) != (rate, 2), f"has {own_rate:,} samples a second of {8 * width} bits; the "
-         f"processor takes {rate:,} of 16; {mend}"),
+         f"processor takes {rate:,} of 16; {remedy}"),
         (os.path.getsize(path) < width * channels * frames, "is cut off; copy it again"),
         (frames > longest, f"lasts {frames / rate:.1f} s, and the processor reads {longest / rate:g} s; "
          "cut sound and text in two"),
     ):  # fmt: skip
         if is_wrong:
-            raise DataError(f"{path}: {told}")
+            raise DataError(f"{path}: {problem}")
     sound: NDArray[np.float64] = np.frombuffer(data, "<i2").reshape(-1, channels).mean(1)
     return sound / 32768
 

@@ -19,11 +19,11 @@ from ortlaunch.worker.data.streams.hub import hub_reason, hub_status
 
 _Value = TypeVar("_Value")
 # Bytes of a request.
-_BLOCK = 1 << 22
+_BLOCK_BYTES = 1 << 22
 # Pauses before another attempt, in seconds: a quarter of an hour in all.
 _PAUSES = (1, 2, 4, 8, 15, 30, *(60,) * 14)
 # HTTP statuses of a request that may succeed later, although it is the client's error.
-_LATER = (408, 425, 429)
+_RETRY_STATUSES = (408, 425, 429)
 
 
 def remote_files(pattern: str) -> list[RemoteFile]:
@@ -46,47 +46,52 @@ def remote_files(pattern: str) -> list[RemoteFile]:
             f"{pattern}: {first_message_line(error)}; http, https, s3 and hf are usual"
         ) from None
 
-    def listed() -> list[tuple[str, int | None]]:
+    def list_files() -> list[tuple[str, int | None]]:
         paths = sorted(system.glob(path)) if "*" in pattern else [path]
         return [*zip(paths, system.sizes(paths))]
 
-    return [_file(system, *each) for each in _with_retries(pattern, listed)]
+    return [
+        _create_remote_file(system, *path_and_size)
+        for path_and_size in _retry_request(pattern, list_files)
+    ]
 
 
-def _file(system: Any, path: str, size: int | None) -> RemoteFile:
-    found = RemoteFile(system.unstrip_protocol(path))
+def _create_remote_file(system: Any, path: str, size: int | None) -> RemoteFile:
+    remote_file = RemoteFile(system.unstrip_protocol(path))
     if size is None:
-        raise DataError(f"{found}: the server reports no size; it must send Content-Length")
-    found.size = size
-    found.open = functools.partial(_open, system, path, found)
-    return found
+        raise DataError(f"{remote_file}: the server reports no size; it must send Content-Length")
+    remote_file.size = size
+    remote_file.open = functools.partial(_open_remote_file, system, path, remote_file)
+    return remote_file
 
 
-def _open(system: Any, path: str, file: RemoteFile) -> BinaryIO:
+def _open_remote_file(system: Any, path: str, file: RemoteFile) -> BinaryIO:
     """Open a remote file, which is read by requests for ranges of bytes."""
     from fsspec.spec import AbstractBufferedFile
 
     # fsspec's own files of http and s3 do not try again after all of the pauses.
     class Ranges(AbstractBufferedFile):
         def _fetch_range(self, start: int, end: int) -> bytes:
-            return _with_retries(file, functools.partial(_read, system, path, file, start, end))
+            return _retry_request(
+                file, functools.partial(_read_range, system, path, file, start, end)
+            )
 
-    return io.BufferedReader(Ranges(system, path, block_size=_BLOCK, size=file.size))
+    return io.BufferedReader(Ranges(system, path, block_size=_BLOCK_BYTES, size=file.size))
 
 
-def _read(system: Any, path: str, file: RemoteFile, start: int, end: int) -> bytes:
-    found: bytes = system.cat_file(path, start=start, end=end)
-    if len(found) > end - start:
+def _read_range(system: Any, path: str, file: RemoteFile, start: int, end: int) -> bytes:
+    data: bytes = system.cat_file(path, start=start, end=end)
+    if len(data) > end - start:
         raise DataError(
             f"{file}: the server ignores requests for a range of bytes; use a server with "
             "ranges (nginx, Apache, an object store), or copy the files to a disk"
         )
-    if len(found) < end - start:
-        raise OSError(f"got {len(found):,} of {end - start:,} bytes")
-    return found
+    if len(data) < end - start:
+        raise OSError(f"got {len(data):,} of {end - start:,} bytes")
+    return data
 
 
-def _with_retries(url: str, request: Callable[[], _Value]) -> _Value:
+def _retry_request(url: str, request: Callable[[], _Value]) -> _Value:
     """Return the result of a request, which is repeated while the connection fails.
 
     Raises:
@@ -100,24 +105,26 @@ def _with_retries(url: str, request: Callable[[], _Value]) -> _Value:
         # Each protocol has error classes of its own.
         except Exception as error:
             # fsspec reports a lost connection as a missing file, with the real error as its cause.
-            real = (isinstance(error, FileNotFoundError) and error.__cause__) or error
-            reason = _reason(url, real)
-            if pause is None or _is_final(real):
+            real_error = (isinstance(error, FileNotFoundError) and error.__cause__) or error
+            reason = _failure_reason(url, real_error)
+            if pause is None or _is_final_error(real_error):
                 raise DataError(f"{url}: cannot be read: {reason}") from error
         print(f"{url}: {reason:.200}; the next attempt is in {clock_duration(pause)}", flush=True)
         time.sleep(pause)
     raise AssertionError("the last attempt returns or raises")
 
 
-def _reason(url: str, error: BaseException) -> str:
+def _failure_reason(url: str, error: BaseException) -> str:
     protocol, _, path = url.partition("://")
     if protocol != "hf":
         return f"{type(error).__name__}: {first_message_line(error)}"
-    kind = "datasets/" if path.startswith("datasets/") else ""
-    return hub_reason(error, "/".join(path.removeprefix(kind).split("/")[:2]), kind)
+    repository_prefix = "datasets/" if path.startswith("datasets/") else ""
+    return hub_reason(
+        error, "/".join(path.removeprefix(repository_prefix).split("/")[:2]), repository_prefix
+    )
 
 
-def _is_final(error: BaseException) -> bool:
+def _is_final_error(error: BaseException) -> bool:
     status = getattr(error, "status", 0) or hub_status(error)
-    refused = 400 <= status < 500 and status not in _LATER
+    refused = 400 <= status < 500 and status not in _RETRY_STATUSES
     return refused or isinstance(error, (FileNotFoundError, PermissionError))

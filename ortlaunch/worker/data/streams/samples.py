@@ -18,33 +18,33 @@ from pathlib import Path
 
 import numpy as np
 
-from ortlaunch.worker.data.corpus import columns, corpus_name
+from ortlaunch.worker.data.corpus import column_settings, corpus_name
 from ortlaunch.worker.data.order import Permutation, permutation
-from ortlaunch.worker.data.reading import DataError, blocks_hash, size_of
+from ortlaunch.worker.data.reading import DataError, blocks_hash, file_size
 from ortlaunch.worker.data.samples import Sample, Samples
-from ortlaunch.worker.data.shards import mapped
+from ortlaunch.worker.data.shards import map_file
 from ortlaunch.worker.data.streams.writer import (
     ENDS,
     FAILED,
     TOKENS,
     Demand,
     Position,
-    Streamed,
+    StreamedCorpus,
     StreamWriter,
     Window,
     is_intact,
-    path_of,
     read_window,
+    window_path,
 )
-from ortlaunch.worker.data.token_cache import Documents, ShowProgress, silent
+from ortlaunch.worker.data.token_cache import Documents, ShowProgress, ignore_progress
 
 # The number of samples of an endless source, in mixtures, where indices of sources must differ.
 ENDLESS = 1 << 39
 _POLL_SECONDS = 0.02
 # Windows whose tokens are mapped, and whose order is held, at once.
-_OPEN = 4
+_OPEN_WINDOWS = 4
 # Sets the order of a window's samples apart from that of files.
-_OF_WINDOWS = 1 << 31
+_WINDOW_SEED_OFFSET = 1 << 31
 MakeSamples = Callable[[Documents, int], Samples]
 
 
@@ -53,38 +53,38 @@ class StreamedSamples:
 
     def __init__(
         self,
-        streamed: Streamed,
-        make: MakeSamples,
+        streamed: StreamedCorpus,
+        make_samples: MakeSamples,
         tokenizer: str,
         folder: Path,
-        buffer: int,
-        show_progress: ShowProgress = silent,
+        buffer_bytes: int,
+        show_progress: ShowProgress = ignore_progress,
     ) -> None:
         """Prepare the stream; the first request for a sample starts the tokenizing.
 
         Args:
             streamed: the corpus, and how it is cut into windows.
-            make: makes the samples of a window; the seed of their random values is the second
+            make_samples: makes the samples of a window; the seed of their random values is the second
                 argument.
             tokenizer: all that tokens depend on beside the corpus.
             folder: the folder of the windows, shared by all ranks.
-            buffer: bytes of windows on the disk.
+            buffer_bytes: bytes of windows on the disk.
             show_progress: called with progress messages.
         """
         self.streamed = streamed
-        self._make = make
-        empty = make(Documents(np.empty(0, np.uint32), np.empty(0, np.int64)), 0)
+        self._make = make_samples
+        empty = make_samples(Documents(np.empty(0, np.uint32), np.empty(0, np.int64)), 0)
         self.varies = getattr(empty, "varies", False)
-        self._buffer = buffer
+        self._buffer = buffer_bytes
         self._show_progress = show_progress
         self._process = os.getpid()
         corpus = streamed.corpus
         # A bucket's file counts by its size: to read from it takes a request.
         sizes = [
-            f"{path} {size_of(path) if '://' in path else blocks_hash(path)}"
+            f"{path} {file_size(path) if '://' in path else blocks_hash(path)}"
             for path in streamed.files
         ]
-        settings = f"{corpus.format} {corpus.document} {columns(corpus)} {streamed[3:]}"
+        settings = f"{corpus.format} {corpus.document} {column_settings(corpus)} {streamed[3:]}"
         key = "\n".join([settings, tokenizer, *sizes])
         self.fingerprint = hashlib.sha256(key.encode()).hexdigest()[:16]
         self._folder = folder / self.fingerprint
@@ -93,16 +93,16 @@ class StreamedSamples:
         (self._folder / FAILED).unlink(missing_ok=True)
         self._writer: StreamWriter | None = None
         self._reach = 0
-        self._opened = functools.lru_cache(_OPEN)(self._open)
-        self._order_of = functools.lru_cache(_OPEN)(self._permutation)
+        self._cached_window = functools.lru_cache(_OPEN_WINDOWS)(self._open_window)
+        self._cached_permutation = functools.lru_cache(_OPEN_WINDOWS)(self._window_permutation)
         self._begin_at(Position())
 
     def _begin_at(self, position: Position) -> None:
         self._begin = position
         self._windows: list[Window] = []
         # The last two places up to which samples were released.
-        self._passed = (position.first, position.first)
-        self._demand = Demand(position.number, position.first + self._reach)
+        self._released = (position.first_sample, position.first_sample)
+        self._demand = Demand(position.window_number, position.first_sample + self._reach)
 
     def __len__(self) -> int:
         return ENDLESS
@@ -119,77 +119,89 @@ class StreamedSamples:
     @property
     def epoch(self) -> float:
         """The files begun so far, in passes over all files."""
-        return round(self.position(self._passed[1]).turn / self.files, 4)
+        return round(self.position_of_window(self._released[1]).turn / self.files, 4)
 
-    def seek(self, begin: Sequence[int]) -> None:
+    def seek(self, recorded_position: Sequence[int]) -> None:
         """Begin at the recorded position of a window; earlier samples cannot be requested."""
-        position = Position(*begin)
-        if (position, self._passed[1]) == (self._begin, position.first):
+        position = Position(*recorded_position)
+        if (position, self._released[1]) == (self._begin, position.first_sample):
             return
         self.close()
         self._begin_at(position)
 
-    def position(self, place: int) -> Position:
+    def position_of_window(self, sample_place: int) -> Position:
         """Return the position of the window that has this place, as far as windows are known."""
-        at = self._number_of(place)
-        if at < 0:
+        window_index = self._last_window_before(sample_place)
+        if window_index < 0:
             return self._begin
-        window = self._windows[at]
-        return window.begin if place < window.after.first else window.after
+        window = self._windows[window_index]
+        return window.begin if sample_place < window.after.first_sample else window.after
 
-    def passed(self, place: int, reach: int) -> list[Position]:
+    def passed(self, sample_place: int, samples_ahead: int) -> list[Position]:
         """Release the samples before a place, and return its window's position in a list.
 
         Args:
-            place: the samples before it have been trained on.
-            reach: samples after it that may be needed before the next call.
+            sample_place: the samples before it have been trained on.
+            samples_ahead: samples after it that may be needed before the next call.
         """
         # Another rank may be a step behind.
-        self._passed = (self._passed[1], place)
-        self._reach = reach
-        self._demand.present = self.position(self._passed[0]).number
-        self._demand.required = place + reach
+        self._released = (self._released[1], sample_place)
+        self._reach = samples_ahead
+        self._demand.present = self.position_of_window(self._released[0]).window_number
+        self._demand.required = sample_place + samples_ahead
         self._demand.changed.set()
-        return [self.position(place)]
+        return [self.position_of_window(sample_place)]
 
-    def at(self, places: Sequence[int]) -> list[tuple[int, int]]:
+    def at(self, sample_places: Sequence[int]) -> list[tuple[int, int]]:
         """Return (sample, epoch) at each of these places; wait for their windows.
 
         A place before the first window, whose sample is unknown, has sample -1.
         """
-        found = []
-        for place in places:
-            if place < self._begin.first:
-                found.append((-1, 0))
+        index_epoch_pairs = []
+        for sample_place in sample_places:
+            if sample_place < self._begin.first_sample:
+                index_epoch_pairs.append((-1, 0))
                 continue
-            window = self._window(place)
-            order = self._order_of(window)
-            within = int(order(np.array([place - window.begin.first]))[0])
-            found.append((window.begin.first + within, window.begin.turn // self.files))
-        return found
+            window = self._wait_for_window(sample_place)
+            order = self._cached_permutation(window)
+            window_sample = int(order(np.array([sample_place - window.begin.first_sample]))[0])
+            index_epoch_pairs.append(
+                (window.begin.first_sample + window_sample, window.begin.turn // self.files)
+            )
+        return index_epoch_pairs
 
-    def first(self, count: int) -> list[int]:
+    def first_indices(self, count: int) -> list[int]:
         """Return the indices of up to `count` samples that are read first from here on."""
-        window = self._window(self._passed[1])
-        return [*range(window.begin.first, min(window.after.first, window.begin.first + count))]
+        window = self._wait_for_window(self._released[1])
+        return [
+            *range(
+                window.begin.first_sample,
+                min(window.after.first_sample, window.begin.first_sample + count),
+            )
+        ]
 
     def sample(self, index: int, epoch: int) -> Sample:
         """Return a sample of a window that is not deleted yet."""
-        window = self._window(index)
-        return self._opened(window).sample(index - window.begin.first, epoch)
+        window = self._wait_for_window(index)
+        return self._cached_window(window).sample(index - window.begin.first_sample, epoch)
 
     def close(self) -> None:
         """End the tokenizing."""
         if self._writer is not None:
             self._writer.close()
         self._writer = None
-        self._opened.cache_clear()
+        self._cached_window.cache_clear()
 
-    def _number_of(self, place: int) -> int:
+    def _last_window_before(self, sample_place: int) -> int:
         """Return the index of the last known window that begins at or before a place, or -1."""
-        return bisect.bisect_right(self._windows, place, key=lambda each: each.begin.first) - 1
+        return (
+            bisect.bisect_right(
+                self._windows, sample_place, key=lambda window: window.begin.first_sample
+            )
+            - 1
+        )
 
-    def _window(self, place: int) -> Window:
+    def _wait_for_window(self, sample_place: int) -> Window:
         """Return the window of a place; wait until it is written.
 
         Raises:
@@ -202,46 +214,59 @@ class StreamedSamples:
                 self.streamed, self._folder, self._buffer, self._begin, self._demand
             )
         began = time.monotonic()
-        shown = 0
+        shown_seconds = 0
         while True:
-            at = self._number_of(place)
-            if at >= 0 and place < self._windows[at].after.first:
-                return self._windows[at]
-            number = self._windows[at].begin.number + 1 if at >= 0 else self._begin.number
-            if self._add(number, place):
+            window_index = self._last_window_before(sample_place)
+            if window_index >= 0 and sample_place < self._windows[window_index].after.first_sample:
+                return self._windows[window_index]
+            window_number = (
+                self._windows[window_index].begin.window_number + 1
+                if window_index >= 0
+                else self._begin.window_number
+            )
+            if self._add_written_window(window_number, sample_place):
                 continue
             # Written although the buffer is full, as the training waits for it.
-            self._demand.wanted = number
+            self._demand.awaited_window = window_number
             self._demand.changed.set()
             if (self._folder / FAILED).exists():
                 raise DataError((self._folder / FAILED).read_text(encoding="utf-8"))
-            if time.monotonic() - began > shown + 1:
-                shown += 1
+            if time.monotonic() - began > shown_seconds + 1:
+                shown_seconds += 1
                 name = corpus_name(self.streamed.corpus)
-                self._show_progress(f"waiting for the next samples of {name}, {shown} s")
+                self._show_progress(f"waiting for the next samples of {name}, {shown_seconds} s")
             time.sleep(_POLL_SECONDS)
 
-    def _add(self, number: int, place: int) -> bool:
+    def _add_written_window(self, window_number: int, sample_place: int) -> bool:
         """Add the written window of a place to those known; return whether there is one."""
         # Usually the next one. This rank may have needed no sample of several windows.
-        paths = itertools.chain([path_of(self._folder, number)], self._folder.glob("*.json"))
+        paths = itertools.chain(
+            [window_path(self._folder, window_number)], self._folder.glob("*.json")
+        )
         for path in paths:
-            found = read_window(path)
-            if found is None or not found.begin.first <= place < found.after.first:
+            window = read_window(path)
+            if (
+                window is None
+                or not window.begin.first_sample <= sample_place < window.after.first_sample
+            ):
                 continue
             # One that is not intact is written again.
             if is_intact(path):
-                bisect.insort(self._windows, found, key=lambda each: each.begin.first)
+                bisect.insort(
+                    self._windows, window, key=lambda known_window: known_window.begin.first_sample
+                )
                 return True
         return False
 
-    def _permutation(self, window: Window) -> Permutation:
-        seed = self.streamed.seed + _OF_WINDOWS
-        return permutation(window.after.first - window.begin.first, seed, window.begin.number)
+    def _window_permutation(self, window: Window) -> Permutation:
+        seed = self.streamed.seed + _WINDOW_SEED_OFFSET
+        return permutation(
+            window.after.first_sample - window.begin.first_sample, seed, window.begin.window_number
+        )
 
-    def _open(self, window: Window) -> Samples:
-        number = window.begin.number
-        tokens = mapped(path_of(self._folder, number, TOKENS), np.uint32)
-        ends = mapped(path_of(self._folder, number, ENDS), np.int64)
+    def _open_window(self, window: Window) -> Samples:
+        window_number = window.begin.window_number
+        tokens = map_file(window_path(self._folder, window_number, TOKENS), np.uint32)
+        ends = map_file(window_path(self._folder, window_number, ENDS), np.int64)
         # A seed of its own, as all windows count their samples from 0.
-        return self._make(Documents(tokens, ends), self.streamed.seed + ((number + 1) << 32))
+        return self._make(Documents(tokens, ends), self.streamed.seed + ((window_number + 1) << 32))

@@ -28,10 +28,10 @@ from ortlaunch.run_folder.folder import (
     write_json_atomically,
     write_text_atomically,
 )
-from ortlaunch.worker.data.corpus import texts_of
+from ortlaunch.worker.data.corpus import row_texts
 from ortlaunch.worker.data.order import permutation
 from ortlaunch.worker.data.reading import DataError, NoRows, Row, read_file
-from ortlaunch.worker.data.token_cache import chunks, encoded
+from ortlaunch.worker.data.token_cache import encode_chunks, split_into_chunks
 
 TOKENS = ".u32"
 ENDS = ".ends"
@@ -42,15 +42,15 @@ _BYTES = 4
 LEAST_WINDOWS = 4
 _POLL_SECONDS = 0.05
 # Errors of a record that somebody has changed.
-_DAMAGED = (DamagedFile, TypeError, KeyError, AttributeError)
+_DAMAGE_ERRORS = (DamagedFile, TypeError, KeyError, AttributeError)
 
 
 class Position(NamedTuple):
     """The begin of a window in the endless sequence of files, epoch after epoch."""
 
-    number: int = 0
+    window_number: int = 0
     """Windows before it."""
-    first: int = 0
+    first_sample: int = 0
     """Samples before it."""
     turn: int = 0
     """Files before it."""
@@ -68,7 +68,7 @@ class Window(NamedTuple):
     """The begin of the next window."""
 
 
-class Streamed(NamedTuple):
+class StreamedCorpus(NamedTuple):
     """A streamed corpus, and how it is cut into windows."""
 
     corpus: Corpus
@@ -81,24 +81,24 @@ class Streamed(NamedTuple):
     """Samples of a window."""
     seed: int
 
-    def file(self, turn: int) -> str:
+    def file_of_turn(self, turn: int) -> str:
         """Return the file of a turn; the files of each epoch have an order of their own."""
-        epoch, place = divmod(turn, len(self.files))
+        epoch, file_index = divmod(turn, len(self.files))
         order = permutation(len(self.files), self.seed, epoch)
-        return self.files[int(order(np.array([place]))[0])]
+        return self.files[int(order(np.array([file_index]))[0])]
 
 
-def path_of(folder: Path, number: int, ending: str = ".json") -> Path:
+def window_path(folder: Path, window_number: int, ending: str = ".json") -> Path:
     """Return the path of a file of a window."""
-    return folder / f"{number:09}{ending}"
+    return folder / f"{window_number:09}{ending}"
 
 
 def read_window(path: Path) -> Window | None:
     """Return the record of a window; None if it is absent."""
     try:
-        found = read_own_json(path)
-        return Window(Position(*found["begin"]), Position(*found["after"]))
-    except (FileNotFoundError, *_DAMAGED):
+        record = read_own_json(path)
+        return Window(Position(*record["begin"]), Position(*record["after"]))
+    except (FileNotFoundError, *_DAMAGE_ERRORS):
         return None
 
 
@@ -110,7 +110,7 @@ def is_intact(path: Path) -> bool:
             difference_from_record(path.with_name(name), file) for name, file in files.items()
         )
     # Another process may just delete the window.
-    except (FileNotFoundError, *_DAMAGED):
+    except (FileNotFoundError, *_DAMAGE_ERRORS):
         return False
 
 
@@ -122,7 +122,7 @@ class Demand:
     """The window whose samples are next."""
     required: int = 0
     """Samples before this one may be needed before the next step has ended."""
-    wanted: int = -1
+    awaited_window: int = -1
     """The last window that is waited for."""
     changed: threading.Event = field(default_factory=threading.Event)
 
@@ -131,24 +131,31 @@ class StreamWriter:
     """Writes the windows after a position, as far as the buffer has room, and deletes old ones."""
 
     def __init__(
-        self, streamed: Streamed, folder: Path, buffer: int, begin: Position, demand: Demand
+        self,
+        streamed: StreamedCorpus,
+        folder: Path,
+        buffer_bytes: int,
+        begin: Position,
+        demand: Demand,
     ) -> None:
         """Start the thread.
 
         Args:
             streamed: the corpus.
             folder: the folder of the windows. One process writes there at a time.
-            buffer: bytes of the windows from the present one on.
+            buffer_bytes: bytes of the windows from the present one on.
             begin: the first window.
             demand: what the training needs.
         """
         self.streamed = streamed
         self.folder = folder
-        self.windows = max(LEAST_WINDOWS, buffer // (streamed.shuffle * streamed.length * _BYTES))
+        self.window_capacity = max(
+            LEAST_WINDOWS, buffer_bytes // (streamed.shuffle * streamed.length * _BYTES)
+        )
         self.begin = begin
         self.demand = demand
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="tokenize ahead", daemon=True)
+        self._thread = threading.Thread(target=self._run_thread, name="tokenize ahead", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -157,10 +164,10 @@ class StreamWriter:
         self.demand.changed.set()
         self._thread.join(timeout=2)
 
-    def _run(self) -> None:
+    def _run_thread(self) -> None:
         try:
             with (self.folder / "lock").open("w") as file:
-                self._locked(file)
+                self._write_under_lock(file)
         # Whatever ends this thread must end the ranks that wait for it.
         except Exception as error:
             text = str(error) if isinstance(error, InputError) else repr(error)
@@ -170,18 +177,18 @@ class StreamWriter:
                     self.folder / FAILED, text
                 ) if not self._stopped.is_set() else None
 
-    def _locked(self, file: IO[str]) -> None:
+    def _write_under_lock(self, lock_file: IO[str]) -> None:
         """Write while this process has the lock; a host that shares the folder writes for all."""
         while not self._stopped.is_set():
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except OSError:
                 self._stopped.wait(_POLL_SECONDS)
         # What a killed process left, and windows before the resumed one.
         for path in filter(is_temporary_file, self.folder.iterdir()):
             path.unlink(missing_ok=True)
-        self._delete(self.begin.number)
+        self._delete_windows_before(self.begin.window_number)
         position = self.begin
         source: Iterator[Window] | None = None
         while not self._stopped.is_set():
@@ -189,46 +196,46 @@ class StreamWriter:
             # In this order: what is deleted for the later `present` makes room for `required`.
             required = self.demand.required
             present = self.demand.present
-            self._delete(present - 1)
-            path = path_of(self.folder, position.number)
-            known = read_window(path)
-            if known is not None and not is_intact(path):
+            self._delete_windows_before(present - 1)
+            path = window_path(self.folder, position.window_number)
+            written_window = read_window(path)
+            if written_window is not None and not is_intact(path):
                 print(f"{path}: its tokens are not as they were written; written again", flush=True)
                 path.unlink(missing_ok=True)
-            elif known is not None:
-                position = known.after
+            elif written_window is not None:
+                position = written_window.after
                 source = None
             elif self._is_full(position, present, required):
                 self.demand.changed.wait()
             else:
-                source = source or self._written(position)
+                source = source or self._write_windows(position)
                 position = next(source).after
 
-    def _is_full(self, next_one: Position, present: int, required: int) -> bool:
+    def _is_full(self, next_position: Position, present_window: int, required_sample: int) -> bool:
         return (
-            next_one.number - (present - 1) >= self.windows
-            and next_one.number > self.demand.wanted
-            and next_one.first >= required
+            next_position.window_number - (present_window - 1) >= self.window_capacity
+            and next_position.window_number > self.demand.awaited_window
+            and next_position.first_sample >= required_sample
         )
 
-    def _delete(self, until: int) -> None:
+    def _delete_windows_before(self, window_number: int) -> None:
         """Delete the windows before this one."""
         # The record first: a window with a record is complete.
         for ending in (".json", TOKENS, ENDS):
             for path in self.folder.glob(f"*{ending}"):
-                if path.name < f"{until:09}":
+                if path.name < f"{window_number:09}":
                     path.unlink()
 
-    def _written(self, begin: Position) -> Iterator[Window]:
-        for window, tokens, ends in windows(self.streamed, begin):
+    def _write_windows(self, begin: Position) -> Iterator[Window]:
+        for window, tokens, ends in generate_windows(self.streamed, begin):
             if self._stopped.is_set():
                 return
             for ending, values in ((TOKENS, tokens), (ENDS, ends)):
                 # Renamed when it is complete: another process may map an earlier one.
-                partial = path_of(self.folder, window.begin.number, f"{ending}.partial")
+                partial = window_path(self.folder, window.begin.window_number, f"{ending}.partial")
                 values.tofile(partial)
-                partial.replace(path_of(self.folder, window.begin.number, ending))
-            path = path_of(self.folder, window.begin.number)
+                partial.replace(window_path(self.folder, window.begin.window_number, ending))
+            path = window_path(self.folder, window.begin.window_number)
             files = flush_and_checksum_files(
                 self.folder, [path.with_suffix(end).name for end in (TOKENS, ENDS)]
             )
@@ -236,88 +243,88 @@ class StreamWriter:
             yield window
 
 
-def windows(
-    streamed: Streamed, begin: Position
+def generate_windows(
+    streamed: StreamedCorpus, begin: Position
 ) -> Iterator[tuple[Window, NDArray[np.uint32], NDArray[np.int64]]]:
     """Yield the windows from a position on, each with its tokens and the ends of its documents.
 
     Raises:
         DataError: a file cannot be read, or no file of an epoch has a sample.
     """
-    full = streamed.shuffle * streamed.length
-    empty = 0
+    window_tokens = streamed.shuffle * streamed.length
+    empty_files = 0
     while True:
-        held = _Held(begin)
-        for ids, sizes in _documents(streamed, begin):
-            held.add(ids, sizes)
-            while len(held.ids) >= full:
-                yield held.window(streamed.shuffle, streamed.length)
+        pending = _PendingTokens(begin)
+        for ids, sizes in _tokenized_documents(streamed, begin):
+            pending.append_documents(ids, sizes)
+            while len(pending.ids) >= window_tokens:
+                yield pending.pop_window(streamed.shuffle, streamed.length)
         # The last tokens of a file, fewer than a sample, are left out.
-        rest = len(held.ids) // streamed.length
-        number, first, turn = held.at[:3]
-        is_empty = not rest and (first, 0, 0) == (begin.first, *begin[3:])
-        empty = empty + 1 if is_empty else 0
-        begin = Position(number + bool(rest), first + rest, turn + 1)
-        if empty == len(streamed.files):
+        samples_left = len(pending.ids) // streamed.length
+        window_number, first_sample, turn = pending.position[:3]
+        is_empty = not samples_left and (first_sample, 0, 0) == (begin.first_sample, *begin[3:])
+        empty_files = empty_files + 1 if is_empty else 0
+        begin = Position(window_number + bool(samples_left), first_sample + samples_left, turn + 1)
+        if empty_files == len(streamed.files):
             raise DataError(
                 f"data.train: no file of {len(streamed.files):,} has the tokens of one sample "
                 f"({streamed.length})"
             )
-        if rest:
-            window, tokens, ends = held.window(rest, streamed.length)
+        if samples_left:
+            window, tokens, ends = pending.pop_window(samples_left, streamed.length)
             yield window._replace(after=begin), tokens, ends
 
 
-class _Held:
+class _PendingTokens:
     """Tokens of one file that are in no window yet."""
 
     def __init__(self, begin: Position) -> None:
-        self.at = begin
+        self.position = begin
         self.ids: Any = np.empty(0, np.uint32)
         self.sizes: Any = np.empty(0, np.int64)
         # Tokens of the first document to drop.
-        self.drop = begin.tokens
+        self.tokens_to_drop = begin.tokens
 
-    def add(self, ids: NDArray[np.uint32], sizes: list[int]) -> None:
-        self.ids = np.concatenate([self.ids, ids[self.drop :]])
+    def append_documents(self, ids: NDArray[np.uint32], sizes: list[int]) -> None:
+        self.ids = np.concatenate([self.ids, ids[self.tokens_to_drop :]])
         self.sizes = np.concatenate([self.sizes, np.array(sizes, np.int64)])
-        self.sizes[0] -= self.drop
-        self.drop = 0
+        self.sizes[0] -= self.tokens_to_drop
+        self.tokens_to_drop = 0
 
-    def window(self, samples: int, length: int) -> tuple[Window, Any, Any]:
+    def pop_window(self, sample_count: int, sample_length: int) -> tuple[Window, Any, Any]:
         """Remove the tokens of a window, and return it."""
-        count = samples * length
+        token_count = sample_count * sample_length
         ends = np.cumsum(self.sizes)
-        whole = int(np.searchsorted(ends, count, side="right"))
-        into = count - int(ends[whole - 1] if whole else 0)
-        begin = self.at
-        self.at = Position(
-            begin.number + 1,
-            begin.first + samples,
+        whole_documents = int(np.searchsorted(ends, token_count, side="right"))
+        tokens_into_next = token_count - int(ends[whole_documents - 1] if whole_documents else 0)
+        begin = self.position
+        self.position = Position(
+            begin.window_number + 1,
+            begin.first_sample + sample_count,
             begin.turn,
-            begin.document + whole,
-            into if whole else begin.tokens + into,
+            begin.document + whole_documents,
+            tokens_into_next if whole_documents else begin.tokens + tokens_into_next,
         )
-        tokens, self.ids = self.ids[:count], self.ids[count:]
-        self.sizes = self.sizes[whole:]
-        if into:
-            self.sizes[0] -= into
-        return Window(begin, self.at), tokens, ends[:whole]
+        tokens, self.ids = self.ids[:token_count], self.ids[token_count:]
+        self.sizes = self.sizes[whole_documents:]
+        if tokens_into_next:
+            self.sizes[0] -= tokens_into_next
+        return Window(begin, self.position), tokens, ends[:whole_documents]
 
 
-def _documents(
-    streamed: Streamed, begin: Position
+def _tokenized_documents(
+    streamed: StreamedCorpus, begin: Position
 ) -> Iterator[tuple[NDArray[np.uint32], list[int]]]:
     """Yield the tokens of the documents from a position on, and the number of each one's."""
     corpus = streamed.corpus
-    rows = _rows(corpus, streamed.file(begin.turn))
+    rows = _rows_or_note(corpus, streamed.file_of_turn(begin.turn))
     # Documents of earlier windows are read, and not tokenized again.
-    texts = itertools.islice(texts_of(rows, corpus), begin.document, None)
-    for found in encoded(chunks(texts), streamed.encode):
-        yield found.tokens, found.sizes
+    texts = itertools.islice(row_texts(rows, corpus), begin.document, None)
+    for encoded_chunk in encode_chunks(split_into_chunks(texts), streamed.encode):
+        yield encoded_chunk.tokens, encoded_chunk.sizes
 
 
-def _rows(corpus: Corpus, file: str) -> Iterator[Row]:
+def _rows_or_note(corpus: Corpus, file: str) -> Iterator[Row]:
     """Yield the rows of a file; report a file without rows.
 
     Its turn may come after days of training, which it must not end.
