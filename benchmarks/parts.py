@@ -730,7 +730,7 @@ def torch_in_graph(name: str, way: str) -> Step:
     torch.manual_seed(0)
     module, batch = network(name)
     if way != "eager":
-        Witness().install()
+        Witness().start_counting()
         module = ORTModule(module, Settings(torch_operators=way))  # type: ignore[arg-type]
     # The first pass includes the export.
     module(batch).backward()
@@ -766,7 +766,7 @@ def attending(name: str, engine: str) -> Step:
         torch.set_float32_matmul_precision("medium")
     kind, length, batch, changes = ATTENTION[name]
     if engine == "ort":
-        options.prepare(Settings())
+        options.import_with_settings(Settings())
     torch.manual_seed(0)
     sizes = {
         "vocab_size": 8000, "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,

@@ -10,7 +10,7 @@ import pytest
 
 from ortlaunch.ortmodule.build import extensions
 
-INSTALLED = bool(extensions.versions(extensions.EXTRA_OF))
+INSTALLED = bool(extensions.installed_versions(extensions.EXTRA_BY_PACKAGE))
 needs_ort = pytest.mark.skipif(
     not INSTALLED, reason='needs onnxruntime-training: pip install "ortlaunch[ort-cpu]"'
 )
@@ -19,11 +19,11 @@ needs_ort = pytest.mark.skipif(
 def build() -> None:
     """Build the extensions, once for each stack of packages."""
     # The same command as `ortlaunch setup` runs.
-    if extensions.missing():
+    if extensions.missing_extensions():
         subprocess.run([sys.executable, "-m", extensions.__name__], check=True, timeout=280)
 
 
 def share_extensions(cache: Path) -> None:
     """Link the built extensions into another cache folder."""
     cache.mkdir(exist_ok=True)
-    (cache / "extensions").symlink_to(extensions.cache_dir().parent.resolve())
+    (cache / "extensions").symlink_to(extensions.extension_cache_folder().parent.resolve())

@@ -96,7 +96,9 @@ def main() -> int:
         # The loader reads LD_LIBRARY_PATH only at the start of a process, hence a second one.
         environment = {**os.environ, _FOLDER: name, "LD_LIBRARY_PATH": name}
         if options.place:
-            environment[_EXECUTOR] = str(extensions.cache_dir() / "aten_op_executor.so")
+            environment[_EXECUTOR] = str(
+                extensions.extension_cache_folder() / "aten_op_executor.so"
+            )
         return subprocess.run([sys.executable, *sys.argv], env=environment, check=False).returncode
 
 
@@ -142,9 +144,9 @@ def _build_libraries(provider: Path, folder: Path) -> None:
 
 
 def _write_table(wheel: Path) -> int:
-    from ortlaunch.ortmodule.build.cuda_libraries import _relu
+    from ortlaunch.ortmodule.build.cuda_libraries import _serialized_relu_model
 
-    session = _session(_relu())  # registers the kernels
+    session = _session(_serialized_relu_model())  # registers the kernels
     assert session.get_providers()[0] == PROVIDER, session.get_providers()
     operators: dict[tuple[str, ...], set[str]] = {}
     for domain, name, first, stated, types in _kernels(_Memory()):

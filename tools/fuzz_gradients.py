@@ -228,7 +228,7 @@ def send_matmuls(made: Program) -> None:
     from ortlaunch.ortmodule.torch_in_graph import torch_kernels
 
     # A generator of its own: the draw must not change which forms the program has.
-    torch_kernels.WIDTH = random.Random(made.seed).choice((1, 1, 64))
+    torch_kernels.LEAST_MATRIX_WIDTH = random.Random(made.seed).choice((1, 1, 64))
 
 
 def trained(

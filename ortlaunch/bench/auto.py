@@ -355,7 +355,7 @@ def key(resolved: ResolvedRun) -> Json:
         "versions": {
             "ortlaunch": __version__,
             "python": platform.python_version(),
-            **extensions.versions(_PACKAGES),
+            **extensions.installed_versions(_PACKAGES),
         },
     }
 

@@ -55,25 +55,25 @@ def lacking_for_ort(on_gpu: bool) -> Iterator[tuple[str, str]]:
     from ortlaunch.ortmodule.build import cuda_libraries, extensions
 
     try:
-        extensions.ort_package()
-        absent = extensions.missing()
+        extensions.ort_package_name()
+        absent = extensions.missing_extensions()
     except MissingDependency as error:
         what, _, mend = str(error).partition(" Type: ")
         yield what.rstrip("."), mend or "engines eager and inductor do not need it"
         return
-    if on_gpu and extensions.ort_package() == "onnxruntime-training-cpu":
+    if on_gpu and extensions.ort_package_name() == "onnxruntime-training-cpu":
         yield (
             "onnxruntime-training-cpu has no CUDA",
             'pip install "ortlaunch[ort-cuda]", in an environment without it',
         )
-    elif on_gpu and (libraries := cuda_libraries.missing()):
+    elif on_gpu and (libraries := cuda_libraries.missing_libraries()):
         names = ", ".join(library.name for library in libraries)
         yield (
             f"CUDA libraries of onnxruntime-training are not installed ({names})",
-            cuda_libraries.hint(libraries),
+            cuda_libraries.install_command_text(libraries),
         )
     if absent:
-        why = "; ".join([", ".join(absent), *extensions.damage()])
+        why = "; ".join([", ".join(absent), *extensions.damage_descriptions()])
         yield (
             f"its torch extensions are not built for this torch ({why})",
             "run `ortlaunch setup` once",

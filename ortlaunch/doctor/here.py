@@ -86,7 +86,7 @@ def _ort() -> Iterator[Finding]:
 
     gpus = bool(probe.gpus())
     wrong = list(doctor.lacking_for_ort(gpus))
-    if gpus and not wrong and (why := cuda_libraries.check()):
+    if gpus and not wrong and (why := cuda_libraries.check_gpu_in_subprocess()):
         wrong = [(why, "check the driver with nvidia-smi; docs/gpu.md lists the libraries")]
     yield from (Finding(HERE, "ort", WARNING, what, mend) for what, mend in wrong)
     if not wrong:
@@ -94,7 +94,7 @@ def _ort() -> Iterator[Finding]:
             HERE,
             "ort",
             OK,
-            f"{extensions.ort_package()} {extensions.ORT_VERSION}, extensions are built",
+            f"{extensions.ort_package_name()} {extensions.ORT_VERSION}, extensions are built",
         )
 
 

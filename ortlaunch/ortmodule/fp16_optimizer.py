@@ -9,10 +9,14 @@ import warnings
 from typing import Any, TypeVar
 
 from ortlaunch.ortmodule.base.counters import tally
-from ortlaunch.ortmodule.deepspeed.gradient_norm import Applied, fuse_gradient_norm
+from ortlaunch.ortmodule.deepspeed.gradient_norm import GradientNormProvider, fuse_gradient_norm
 
 # The methods that ONNX Runtime's FP16_Optimizer sets on an optimizer that it supports.
-_REPLACED = ("has_overflow_serial", "get_grad_norm_direct", "has_overflow_partitioned_grads_serial")
+_REPLACED_METHODS = (
+    "has_overflow_serial",
+    "get_grad_norm_direct",
+    "has_overflow_partitioned_grads_serial",
+)
 _Optimizer = TypeVar("_Optimizer")
 
 
@@ -31,29 +35,31 @@ def FP16_Optimizer(optimizer: _Optimizer) -> _Optimizer:
     """
     groups: Any = getattr(optimizer, "param_groups", None) or [{"params": []}]
     devices = {parameter.device.type for parameter in groups[0]["params"]}
-    applied = fuse(optimizer, next(iter(devices), "cpu"))
-    if not applied.applied:
-        note = f"FP16_Optimizer changed nothing: {applied.why}"
-        tally.note(note)
-        warnings.warn(note, stacklevel=2)
+    provider = fuse_by_ort_or_own(optimizer, next(iter(devices), "cpu"))
+    if not provider.applied:
+        message = f"FP16_Optimizer changed nothing: {provider.why}"
+        tally.add_note_once(message)
+        warnings.warn(message, stacklevel=2)
     return optimizer
 
 
-def fuse(optimizer: Any, device: str) -> Applied:
+def fuse_by_ort_or_own(optimizer: Any, device_type: str) -> GradientNormProvider:
     """Replace the overflow check and gradient norm by ONNX Runtime's, else by ours.
 
     Args:
         optimizer: DeepSpeed's optimizer.
-        device: the type of the device of its parameters.
+        device_type: the type of the device of its parameters.
     """
-    why = apply_fp16_optimizer(optimizer, device)
-    if not why:
-        return Applied(True, "onnxruntime", "")
-    ours = fuse_gradient_norm(optimizer)
-    return ours._replace(why="; ".join(reason for reason in (why, ours.why) if reason))
+    ort_reason = apply_ort_fp16_optimizer(optimizer, device_type)
+    if not ort_reason:
+        return GradientNormProvider(True, "onnxruntime", "")
+    own_provider = fuse_gradient_norm(optimizer)
+    return own_provider._replace(
+        why="; ".join(reason for reason in (ort_reason, own_provider.why) if reason)
+    )
 
 
-def apply_fp16_optimizer(optimizer: object, device: str) -> str:
+def apply_ort_fp16_optimizer(optimizer: object, device_type: str) -> str:
     """Replace the overflow check and gradient norm of DeepSpeed's ZeRO 1 or 2 optimizer.
 
     Returns:
@@ -61,18 +67,22 @@ def apply_fp16_optimizer(optimizer: object, device: str) -> str:
     """
     import deepspeed
 
-    if device != "cuda":
+    if device_type != "cuda":
         return "ONNX Runtime's is for CUDA"
     from onnxruntime.training.optim.fp16_optimizer import FP16_Optimizer
 
     # For an optimizer that it does not support, FP16_Optimizer gives at most a warning.
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught_warnings:
         warnings.simplefilter("always")
         FP16_Optimizer(optimizer)
-    if all(name in vars(optimizer) for name in _REPLACED):
+    if all(name in vars(optimizer) for name in _REPLACED_METHODS):
         return ""
-    kind = type(optimizer).__name__
-    reason = str(said[0].message).splitlines()[0] if said else f"it does not know {kind}"
-    known = "ZeRO 1 and 2 of DeepSpeed 0.9.2-0.13.1"
-    this = f"{kind} of {deepspeed.__version__}"
-    return f"ONNX Runtime 1.19.2 knows {known}, this is {this}: {reason}"
+    optimizer_name = type(optimizer).__name__
+    reason = (
+        str(caught_warnings[0].message).splitlines()[0]
+        if caught_warnings
+        else f"it does not know {optimizer_name}"
+    )
+    supported_text = "ZeRO 1 and 2 of DeepSpeed 0.9.2-0.13.1"
+    installed_text = f"{optimizer_name} of {deepspeed.__version__}"
+    return f"ONNX Runtime 1.19.2 knows {supported_text}, this is {installed_text}: {reason}"

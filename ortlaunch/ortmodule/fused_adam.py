@@ -39,37 +39,41 @@ def FusedAdam(
         eps: the value added to the denominator.
         weight_decay: the decoupled weight decay.
     """
-    groups = as_groups(params)
+    groups = parameter_groups(params)
     settings: Json = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-    why = why_not(groups)
-    if not why:
+    reason = unsupported_reason(groups)
+    if not reason:
         return fused_adam(groups, **settings)
-    note = f"FusedAdam: {TORCH} runs instead: {why}"
-    tally.note(note)
-    warnings.warn(note, stacklevel=2)
+    message = f"FusedAdam: {TORCH} runs instead: {reason}"
+    tally.add_note_once(message)
+    warnings.warn(message, stacklevel=2)
     return torch.optim.AdamW(groups, fused=True, **settings)
 
 
-def as_groups(
+def parameter_groups(
     params: Iterable[torch.Tensor] | Iterable[Mapping[str, Any]],
 ) -> list[dict[str, Any]]:
     """Return parameter groups, each with a list of parameters."""
-    given: list[Any] = list(params)
-    groups = given if given and isinstance(given[0], Mapping) else [{"params": given}]
+    group_items: list[Any] = list(params)
+    groups = (
+        group_items
+        if group_items and isinstance(group_items[0], Mapping)
+        else [{"params": group_items}]
+    )
     return [{**group, "params": list(group["params"])} for group in groups]
 
 
-def why_not(groups: Sequence[Mapping[str, Any]]) -> str:
+def unsupported_reason(groups: Sequence[Mapping[str, Any]]) -> str:
     """Return why ONNX Runtime's FusedAdam cannot update these parameters; empty if it can."""
     parameters = [parameter for group in groups for parameter in group["params"]]
     if any(parameter.device.type != "cuda" for parameter in parameters):
         return "ONNX Runtime's is for CUDA only"
-    return why_too_large([parameter.numel() for parameter in parameters])
+    return too_large_reason([parameter.numel() for parameter in parameters])
 
 
-def why_too_large(sizes: Iterable[int]) -> str:
+def too_large_reason(element_counts: Iterable[int]) -> str:
     """Return why FusedAdam cannot count the elements of one of the tensors; empty if it can."""
-    largest = max(sizes, default=0)
+    largest = max(element_counts, default=0)
     if largest < MOST_ELEMENTS:
         return ""
     return (

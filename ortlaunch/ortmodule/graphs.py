@@ -22,28 +22,32 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from ortlaunch.ortmodule.base.counters import tally
-from ortlaunch.ortmodule.base.export import traced_facts
+from ortlaunch.ortmodule.base.export import facts_of_last_trace
 from ortlaunch.ortmodule.base.ort_types import AnyFunction
 from ortlaunch.ortmodule.base.patching import wrap_method
-from ortlaunch.ortmodule.base.settings import settings_of
-from ortlaunch.ortmodule.base.source_guard import TRAINING, owner
+from ortlaunch.ortmodule.base.settings import attached_settings
+from ortlaunch.ortmodule.base.source_guard import TRAINING, function_owner
 from ortlaunch.ortmodule.graph_repairs import broadcasts
 from ortlaunch.ortmodule.state.model_state import TracedState
-from ortlaunch.ortmodule.state.python_values import fixed_buffers, fixed_sizes, report_again
+from ortlaunch.ortmodule.state.python_values import (
+    buffer_versions_of_graph,
+    note_repeated_export,
+    sizes_graph_depends_on,
+)
 from ortlaunch.ortmodule.tracing import escapes, grad_mode
-from ortlaunch.ortmodule.tracing.grad_mode import tensors
+from ortlaunch.ortmodule.tracing.grad_mode import nested_tensors
 
 if TYPE_CHECKING:
     from ortlaunch.ortmodule.base.ort_types import Args, Kwargs, Manager, OrtModule, TorchModule
 
-KEPT = 4
+KEPT_GRAPHS = 4
 """The number of graphs of one ORTModule. With one more, the least recently used is freed."""
 # Exports of one model after which the run notes that the graphs keep changing.
-_OFTEN = 2 * KEPT
+_MANY_EXPORTS = 2 * KEPT_GRAPHS
 # ONNX operators that draw random numbers with ORT's generator.
-_DRAWING = {"Dropout", "BitmaskDropout", "BiasDropout", "BitmaskBiasDropout", "Bernoulli", "Multinomial",
+_DRAWING_OPERATORS = {"Dropout", "BitmaskDropout", "BiasDropout", "BitmaskBiasDropout", "Bernoulli", "Multinomial",
             "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}  # fmt: skip
-TWICE = (
+SECOND_BACKWARD_MESSAGE = (
     "Trying to backward through the graph a second time. ONNX Runtime frees its intermediate "
     "values in the first backward pass, also with retain_graph=True. Call the module again for the "
     "second pass, or add the losses and call backward once"
@@ -56,279 +60,320 @@ def choose_graphs() -> None:
     ORT used the wrapper's mode as the model's, and evaluation mode as no_grad. It also assumed that
     every call is like the first one.
     """
-    wrap_method(owner("_utils:"), "patch_torch_module_ort_forward_method", _choosing)
-    wrap_method(owner("_torch_module_ort:TorchModuleORT"), "is_training", _is_training)
-    wrap_method(owner(TRAINING), "_create_autofunction_class", _once)
-    _follow_flag(owner("ortmodule:ORTModule"))
+    wrap_method(
+        function_owner("_utils:"), "patch_torch_module_ort_forward_method", _install_graph_choice
+    )
+    wrap_method(function_owner("_torch_module_ort:TorchModuleORT"), "is_training", _would_train)
+    wrap_method(function_owner(TRAINING), "_create_autofunction_class", _forbid_second_backward)
+    _share_training_flag(function_owner("ortmodule:ORTModule"))
 
 
-def _follow_flag(wrapper: Any) -> None:
+def _share_training_flag(wrapper_class: Any) -> None:
     """Make an ORTModule's `training` and its model's the same flag."""
 
-    def read(wrapped: OrtModule) -> bool:
-        inside = vars(wrapped).get("_torch_module")
-        return bool(inside._original_module.training if inside else vars(wrapped)["training"])
-
-    def write(wrapped: OrtModule, mode: bool) -> None:
-        if inside := vars(wrapped).get("_torch_module"):
-            inside._original_module.training = mode
-        else:
-            vars(wrapped)["training"] = mode
-
-    def setting(original: Callable[..., None], wrapped: OrtModule, name: str, value: bool) -> None:
-        (write(wrapped, value) if name == "training" else original(wrapped, name, value))
-
-    wrapper.training = property(read, write)
-    wrap_method(wrapper, "__setattr__", setting)
-
-
-def _choosing(original: Callable[..., None], module: TorchModule) -> None:
-    """Give the module inside an ORTModule a forward method that chooses a manager for each call."""
-    original(module)
-    vars(module).setdefault("_ortlaunch_graphs", Graphs())
-
-    # wraps copies the name, by which pickle finds the method.
-    @functools.wraps(module.forward.__func__)
-    def forward(self: TorchModule, *args: object, **kwargs: object) -> object:
-        return _runner("torch._dynamo" in sys.modules)(
-            module._ortlaunch_graphs, module, args, kwargs
+    def read_flag(ort_module: OrtModule) -> bool:
+        torch_module = vars(ort_module).get("_torch_module")
+        return bool(
+            torch_module._original_module.training if torch_module else vars(ort_module)["training"]
         )
 
-    module.forward = types.MethodType(forward, module)
+    def write_flag(ort_module: OrtModule, is_training: bool) -> None:
+        if torch_module := vars(ort_module).get("_torch_module"):
+            torch_module._original_module.training = is_training
+        else:
+            vars(ort_module)["training"] = is_training
+
+    def set_attribute(
+        original: Callable[..., None], ort_module: OrtModule, name: str, value: bool
+    ) -> None:
+        (write_flag(ort_module, value) if name == "training" else original(ort_module, name, value))
+
+    wrapper_class.training = property(read_flag, write_flag)
+    wrap_method(wrapper_class, "__setattr__", set_attribute)
+
+
+def _install_graph_choice(original: Callable[..., None], torch_module: TorchModule) -> None:
+    """Give the module inside an ORTModule a forward method that chooses a manager for each call."""
+    original(torch_module)
+    vars(torch_module).setdefault("_ortlaunch_graphs", GraphCache())
+
+    # wraps copies the name, by which pickle finds the method.
+    @functools.wraps(torch_module.forward.__func__)
+    def forward(self: TorchModule, *args: object, **kwargs: object) -> object:
+        return _graph_runner("torch._dynamo" in sys.modules)(
+            torch_module._ortlaunch_graphs, torch_module, args, kwargs
+        )
+
+    torch_module.forward = types.MethodType(forward, torch_module)
 
 
 @functools.cache
-def _runner(compiles: bool) -> AnyFunction:
-    """Return `Graphs.run`, hidden from torch.compile if that is in use."""
-    return cast(AnyFunction, torch._dynamo.disable(Graphs.run)) if compiles else Graphs.run
+def _graph_runner(is_compile_used: bool) -> AnyFunction:
+    """Return `Graphs.run_forward`, hidden from torch.compile if that is in use."""
+    return (
+        cast(AnyFunction, torch._dynamo.disable(GraphCache.run_forward))
+        if is_compile_used
+        else GraphCache.run_forward
+    )
 
 
-def _is_training(original: Callable[..., bool], module: TorchModule) -> bool:
+def _would_train(original: Callable[..., bool], torch_module: TorchModule) -> bool:
     """Return whether a pass without input gradients would use the training manager.
 
     ORT's own code calls this.
     """
-    return _trains(module._original_module, ())
+    return _needs_training_graph(torch_module._original_module, ())
 
 
-def _once(original: AnyFunction, manager: Manager) -> object:
+def _forbid_second_backward(original: AnyFunction, manager: Manager) -> object:
     """Let a second backward pass raise a clear error; ORT's own was an AttributeError."""
-    function = original(manager)
+    ort_function = original(manager)
 
-    class _BackwardOnce(function):  # type: ignore[misc,valid-type]
+    class _BackwardOnce(ort_function):  # type: ignore[misc,valid-type]
         @staticmethod
         def backward(ctx: Any, *gradients: object) -> Any:
             # ORT deletes the state in the first backward pass.
             if not hasattr(ctx.run_info, "state"):
-                raise RuntimeError(TWICE)
-            return function.backward(ctx, *gradients)
+                raise RuntimeError(SECOND_BACKWARD_MESSAGE)
+            return ort_function.backward(ctx, *gradients)
 
     return _BackwardOnce
 
 
-class _Call(NamedTuple):
+class _PassProperties(NamedTuple):
     """The properties of a pass that select its graph, independent of the existing graphs."""
 
-    trains: bool
-    """Whether the pass needs a training graph, see `_trains`."""
-    mode: bool
+    needs_training_graph: bool
+    """Whether the pass needs a training graph, see `_needs_training_graph`."""
+    is_training_mode: bool
     """Whether the whole model is in training mode."""
-    gradients: bool
+    gradients_enabled: bool
     """Whether the grad mode is on."""
-    form: object
-    """The types and structure of the arguments, the autocast type, and determinism; see `_call`."""
+    argument_form: object
+    """The types and structure of the arguments, the autocast type, and determinism; see `_describe_pass`."""
     args: Args
     kwargs: Kwargs
 
 
-class _Key:
+class _GraphKey:
     """The conditions under which a manager's graph is valid; made after its first pass."""
 
-    def __init__(self, manager: Manager, call: _Call) -> None:
+    def __init__(self, manager: Manager, properties: _PassProperties) -> None:
         module = manager._flattened_module
-        traced = traced_facts(manager._graph_transition_manager)
-        self._trains, self._mode, self._gradients, self._form = call[:4]
+        facts = facts_of_last_trace(manager._graph_transition_manager)
+        (
+            self._needs_training_graph,
+            self._is_training_mode,
+            self._gradients_enabled,
+            self._argument_form,
+        ) = properties[:4]
         # A graph is valid for one grad mode only if the model reads the mode, or if the graph calls
         # Python code, which saves tensors for a backward pass only with gradients on.
-        called = any(
+        calls_python = any(
             node.op_type == "PythonOp" for node in manager._onnx_models.optimized_model.graph.node
         )
-        self._one_mode = called or traced.get("grad_mode", False)
-        self._sizes = fixed_sizes(manager, (call.args, call.kwargs))
-        self._buffers = fixed_buffers(manager)
-        self._frozen = [
+        self._is_one_mode_only = calls_python or facts.get("grad_mode", False)
+        self._sizes = sizes_graph_depends_on(manager, (properties.args, properties.kwargs))
+        self._buffers = buffer_versions_of_graph(manager)
+        self._frozen_parameters = [
             parameter for parameter in module.parameters() if not parameter.requires_grad
         ]
-        self._seen = (
-            TracedState(module, traced) if settings_of(manager).follow_model_state else None
+        self._traced_state = (
+            TracedState(module, facts) if attached_settings(manager).follow_model_state else None
         )
 
-    def stale(self) -> bool:
+    def is_stale(self) -> bool:
         """Return whether weights, buffers, layers or hooks are other objects than the graph's.
 
         Such a graph is never used again.
         """
-        return self._seen is not None and self._seen.replaced()
+        return self._traced_state is not None and self._traced_state.has_replaced_parts()
 
-    def difference(self, manager: Manager, call: _Call) -> str:
-        """Return why the graph is not valid for `call`; empty if it is."""
-        if (self._trains, self._form) != (call.trains, call.form):
+    def difference_from_call(self, manager: Manager, properties: _PassProperties) -> str:
+        """Return why the graph is not valid for `properties`; empty if it is."""
+        if (self._needs_training_graph, self._argument_form) != (
+            properties.needs_training_graph,
+            properties.argument_form,
+        ):
             return "the call"
-        if self._gradients != call.gradients and (self._one_mode or not self._gradients):
+        if self._gradients_enabled != properties.gradients_enabled and (
+            self._is_one_mode_only or not self._gradients_enabled
+        ):
             return "the grad mode"
-        if call.gradients and any(parameter.requires_grad for parameter in self._frozen):
+        if properties.gradients_enabled and any(
+            parameter.requires_grad for parameter in self._frozen_parameters
+        ):
             return "a frozen weight"
-        if self._sizes != fixed_sizes(
-            manager, (call.args, call.kwargs)
-        ) or self._buffers != fixed_buffers(manager):
-            report_again(manager._graph_transition_manager)
+        if self._sizes != sizes_graph_depends_on(
+            manager, (properties.args, properties.kwargs)
+        ) or self._buffers != buffer_versions_of_graph(manager):
+            note_repeated_export(manager._graph_transition_manager)
             return "a size or buffer"
-        if broadcasts.apart(manager, call.args, call.kwargs):
+        if broadcasts.breaks_assumed_equality(manager, properties.args, properties.kwargs):
             return "a size that is now 1"
-        if self._seen is None:
-            return "" if self._mode == call.mode else "the model's mode"
-        return self._seen.changed()
+        if self._traced_state is None:
+            return (
+                "" if self._is_training_mode == properties.is_training_mode else "the model's mode"
+            )
+        return self._traced_state.first_changed_value()
 
 
-class Graphs:
+class GraphCache:
     """The managers of one ORTModule that have a graph, the most recently used first."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._kept: list[Manager] = []
-        self._groups: list[tuple[bool, bool]] = []
+        self._cached_managers: list[Manager] = []
+        self._exported_groups: list[tuple[bool, bool]] = []
 
-    def __reduce__(self) -> tuple[type[Graphs], tuple[()]]:
+    def __reduce__(self) -> tuple[type[GraphCache], tuple[()]]:
         # A copy of an ORTModule exports its own graphs.
-        return Graphs, ()
+        return GraphCache, ()
 
-    def run(self, module: TorchModule, args: Args, kwargs: Kwargs) -> object:
+    def run_forward(self, torch_module: TorchModule, args: Args, kwargs: Kwargs) -> object:
         """Run the forward pass of a TorchModuleORT."""
-        managers = module._execution_manager
+        manager_for_mode = torch_module._execution_manager
         # ORT has fallen back to PyTorch, so its own manager runs the pass.
-        if managers(True)._fallback_manager.is_pending():
-            return managers(module.is_training()).forward(*args, **kwargs)
-        module._flattened_module.training = module._original_module.training
-        call = _call(managers(True), args, kwargs)
+        if manager_for_mode(True)._fallback_manager.is_pending():
+            return manager_for_mode(torch_module.is_training()).forward(*args, **kwargs)
+        torch_module._flattened_module.training = torch_module._original_module.training
+        properties = _describe_pass(manager_for_mode(True), args, kwargs)
         # Threads share the graphs, and ORT's attribute of the manager in use.
         with self._lock:
-            kept, why = self._find(managers, call)
-            if kept is None:
-                output = self._run_new(managers, call, why)
+            cached_manager, export_reason = self._take_valid_manager(manager_for_mode, properties)
+            if cached_manager is None:
+                output = self._export_and_run(manager_for_mode, properties, export_reason)
             else:
-                _use(managers, call.trains, kept)
-            manager = managers(call.trains)
-        if kept is not None:
-            output = kept.forward(*args, **kwargs)
-        escapes.put_back(manager)
-        _refuse_other_numbers(manager)
+                _set_used_manager(manager_for_mode, properties.needs_training_graph, cached_manager)
+            manager = manager_for_mode(properties.needs_training_graph)
+        if cached_manager is not None:
+            output = cached_manager.forward(*args, **kwargs)
+        escapes.restore_stale_tensors(manager)
+        _refuse_recomputed_draws(manager)
         return output
 
-    def _find(self, managers: Callable[[bool], Manager], call: _Call) -> tuple[Manager | None, str]:
+    def _take_valid_manager(
+        self, manager_for_mode: Callable[[bool], Manager], properties: _PassProperties
+    ) -> tuple[Manager | None, str]:
         """Return the manager whose graph is valid for this call, and move it to the front.
 
         If there is none, return None and the reason why the last checked graph is not valid.
         """
-        why = "a weight, buffer, layer or hook of the model"
-        for transition in (managers(mode)._graph_transition_manager for mode in (True, False)):
+        reason = "a weight, buffer, layer or hook of the model"
+        for graph_manager in (
+            manager_for_mode(mode)._graph_transition_manager for mode in (True, False)
+        ):
             # ORT sets this flag when an attribute of the ORTModule is set.
-            if transition._original_model_has_changed:
-                transition._original_model_has_changed = False
-                self._kept = []
-                why = "an attribute of the ORTModule"
-        self._kept = [manager for manager in self._kept if not manager._ortlaunch_key.stale()]
-        for place, manager in enumerate(self._kept):
-            why = manager._ortlaunch_key.difference(manager, call)
-            if not why:
-                self._kept.insert(0, self._kept.pop(place))
+            if graph_manager._original_model_has_changed:
+                graph_manager._original_model_has_changed = False
+                self._cached_managers = []
+                reason = "an attribute of the ORTModule"
+        self._cached_managers = [
+            manager for manager in self._cached_managers if not manager._ortlaunch_key.is_stale()
+        ]
+        for index, manager in enumerate(self._cached_managers):
+            reason = manager._ortlaunch_key.difference_from_call(manager, properties)
+            if not reason:
+                self._cached_managers.insert(0, self._cached_managers.pop(index))
                 return manager, ""
-        return None, why
+        return None, reason
 
-    def _run_new(self, managers: Callable[[bool], Manager], call: _Call, why: str) -> object:
+    def _export_and_run(
+        self,
+        manager_for_mode: Callable[[bool], Manager],
+        properties: _PassProperties,
+        export_reason: str,
+    ) -> object:
         """Export, build and run the first pass of a new graph."""
-        group = call.trains, call.mode
-        if group in self._groups:
+        exported_group = properties.needs_training_graph, properties.is_training_mode
+        if exported_group in self._exported_groups:
             tally.re_exports += 1
-            tally.note(f"exported again, because {why} had changed")
-        if len(self._groups) == _OFTEN:
-            tally.note(
-                f"{_OFTEN} graphs were exported of one model, the last because {why} had changed; "
-                f"the last {KEPT} are kept, and every other call, flag or value of the model takes "
+            tally.add_note_once(f"exported again, because {export_reason} had changed")
+        if len(self._exported_groups) == _MANY_EXPORTS:
+            tally.add_note_once(
+                f"{_MANY_EXPORTS} graphs were exported of one model, the last because {export_reason} had changed; "
+                f"the last {KEPT_GRAPHS} are kept, and every other call, flag or value of the model takes "
                 "an export"
             )
         # Before the export, so that the old and the new graph do not need memory together.
-        del self._kept[KEPT - 1 :]
+        del self._cached_managers[KEPT_GRAPHS - 1 :]
         # A manager and its autograd function refer to each other, so only a collection frees them.
         # Before the first export there is none.
-        if self._groups:
+        if self._exported_groups:
             gc.collect()
-        manager = managers(call.trains)
+        manager = manager_for_mode(properties.needs_training_graph)
         if manager._graph_transition_manager._exported_model_info is not None:
-            manager = _another(manager)
-        _use(managers, call.trains, manager)
+            manager = _copy_without_graph(manager)
+        _set_used_manager(manager_for_mode, properties.needs_training_graph, manager)
         with (
             torch.inference_mode(False),
-            torch.set_grad_enabled(call.gradients),
-            grad_mode.begins(call.gradients),
+            torch.set_grad_enabled(properties.gradients_enabled),
+            grad_mode.set_starting_grad_mode(properties.gradients_enabled),
         ):
-            args = call.args
-            kwargs = call.kwargs
-            if any(tensor.is_inference() for tensor in tensors((args, kwargs))):
+            args = properties.args
+            kwargs = properties.kwargs
+            if any(tensor.is_inference() for tensor in nested_tensors((args, kwargs))):
                 # An export needs version counters, which tensors of inference mode do not have.
                 args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.clone, (args, kwargs))
             output = manager.forward(*args, **kwargs)
         if manager._execution_agent is not None:
-            manager._ortlaunch_key = _Key(manager, call)
-            self._kept.insert(0, manager)
-            self._groups.append(group)
-            _refuse_other_numbers(manager)
+            manager._ortlaunch_key = _GraphKey(manager, properties)
+            self._cached_managers.insert(0, manager)
+            self._exported_groups.append(exported_group)
+            _refuse_recomputed_draws(manager)
         return output
 
 
-def _call(manager: Manager, args: Args, kwargs: Kwargs) -> _Call:
-    gradients = torch.is_grad_enabled()
+def _describe_pass(manager: Manager, args: Args, kwargs: Kwargs) -> _PassProperties:
+    gradients_enabled = torch.is_grad_enabled()
     model = manager._original_module
-    trains = _trains(model, (args, kwargs))
-    form = (
-        _form(args, trains),
-        _form(kwargs, trains),
-        _autocast(manager),
+    needs_training_graph = _needs_training_graph(model, (args, kwargs))
+    argument_form = (
+        _argument_form(args, needs_training_graph),
+        _argument_form(kwargs, needs_training_graph),
+        _autocast_dtype(manager),
         torch.are_deterministic_algorithms_enabled(),
     )
-    return _Call(trains, model.training, gradients, form, args, kwargs)
+    return _PassProperties(
+        needs_training_graph, model.training, gradients_enabled, argument_form, args, kwargs
+    )
 
 
-def _trains(model: nn.Module, values: object) -> bool:
+def _needs_training_graph(model: nn.Module, arguments: object) -> bool:
     """Return whether a layer is in training mode, or gradients are computed."""
     return any(layer.training for layer in model.modules()) or (
         torch.is_grad_enabled()
-        and any(tensor.requires_grad for tensor in (*tensors(values), *model.parameters()))
+        and any(
+            tensor.requires_grad for tensor in (*nested_tensors(arguments), *model.parameters())
+        )
     )
 
 
-def _form(value: object, trains: bool) -> object:
+def _argument_form(value: object, is_trained: bool) -> object:
     """Return the properties of an argument that an exported graph depends on.
 
     The function runs in every forward pass, so it must be fast.
     """
     if isinstance(value, torch.Tensor):
-        empty = value.numel() == 0
-        return value.dtype, value.dim(), value.device, trains and value.requires_grad, empty
+        is_empty = value.numel() == 0
+        return value.dtype, value.dim(), value.device, is_trained and value.requires_grad, is_empty
     if isinstance(value, Mapping):
-        return type(value), tuple((name, _form(inner, trains)) for name, inner in value.items())
+        return type(value), tuple(
+            (name, _argument_form(inner_value, is_trained)) for name, inner_value in value.items()
+        )
     if isinstance(value, (list, tuple)):
-        return type(value), tuple(_form(inner, trains) for inner in value)
+        return type(value), tuple(_argument_form(inner_value, is_trained) for inner_value in value)
     # repr, because True == 1 == 1.0, and nan != nan.
     return type(value), repr(value)
 
 
-def _autocast(manager: Manager) -> object:
+def _autocast_dtype(manager: Manager) -> object:
     """Return the autocast type that an export would use for its casts; None without autocast."""
     device = manager._device.type if manager._device else "cpu"
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
-def _another(manager: Manager) -> Manager:
+def _copy_without_graph(manager: Manager) -> Manager:
     """Return a manager with the settings of this one, without a graph."""
     manager = copy.copy(manager)
     # Otherwise memory optimization levels 1 and 2 would choose from the old graph's subgraphs.
@@ -338,12 +383,18 @@ def _another(manager: Manager) -> Manager:
     return manager
 
 
-def _use(managers: Callable[[bool], Manager], trains: bool, manager: Manager) -> None:
+def _set_used_manager(
+    manager_for_mode: Callable[[bool], Manager], needs_training_graph: bool, manager: Manager
+) -> None:
     """Set ORT's own attribute to the manager in use."""
-    setattr(managers, "_training_manager" if trains else "_inference_manager", manager)
+    setattr(
+        manager_for_mode,
+        "_training_manager" if needs_training_graph else "_inference_manager",
+        manager,
+    )
 
 
-def _refuse_other_numbers(manager: Manager) -> None:
+def _refuse_recomputed_draws(manager: Manager) -> None:
     """Raise an error if a checkpoint recomputes a graph that draws random numbers.
 
     A forward pass inside a backward pass is a checkpoint's. It would have to draw the numbers of
@@ -352,12 +403,12 @@ def _refuse_other_numbers(manager: Manager) -> None:
     # -1: no backward pass is running on this thread.
     if torch._C._current_graph_task_id() == -1:
         return
-    drawing = _DRAWING.intersection(
+    drawing_operators = _DRAWING_OPERATORS.intersection(
         node.op_type for node in manager._onnx_models.optimized_model.graph.node
     )
-    if drawing:
+    if drawing_operators:
         raise RuntimeError(
-            f"the module is recomputed by torch.utils.checkpoint, and its {sorted(drawing)[0]} "
+            f"the module is recomputed by torch.utils.checkpoint, and its {sorted(drawing_operators)[0]} "
             "would draw other random numbers than in the first pass, because ONNX Runtime's "
             "generator cannot repeat them; call the module without checkpoint and set "
             "Settings.memory_optimization, or set its dropout to 0"

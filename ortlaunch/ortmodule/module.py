@@ -17,16 +17,16 @@ from ortlaunch.errors import EngineError
 from ortlaunch.json_types import Json
 from ortlaunch.ortmodule import options, witness
 from ortlaunch.ortmodule.base import registry
-from ortlaunch.ortmodule.base.patching import environment, wrap_method
+from ortlaunch.ortmodule.base.patching import set_environment_variables, wrap_method
 from ortlaunch.ortmodule.base.registry import Repair
-from ortlaunch.ortmodule.base.settings import Settings, function_name, settings_of
+from ortlaunch.ortmodule.base.settings import Settings, attached_settings, qualified_function_name
 from ortlaunch.ortmodule.build import cuda_libraries
 from ortlaunch.ortmodule.repaired import import_ortmodule
 from ortlaunch.ortmodule.repairs import apply_repairs
-from ortlaunch.ortmodule.report import report
-from ortlaunch.ortmodule.state.buffers import kept_modes
-from ortlaunch.ortmodule.state.unsupported import without_compile
-from ortlaunch.ortmodule.wrapper import Wrapper, loaded
+from ortlaunch.ortmodule.report import process_report
+from ortlaunch.ortmodule.state.buffers import restore_modes_after
+from ortlaunch.ortmodule.state.unsupported import uncompiled_model
+from ortlaunch.ortmodule.wrapper import Wrapper, class_with_ort_base
 
 if TYPE_CHECKING:
     from ortlaunch.ortmodule.base.ort_types import AnyFunction, Manager, OrtModule
@@ -43,22 +43,29 @@ class ORTModule(Wrapper):
 
     def __init__(self, model: nn.Module, settings: Settings | None = None) -> None:
         settings = settings or Settings()
-        model = without_compile(model)
-        options.prepare(settings)
+        model = uncompiled_model(model)
+        options.import_with_settings(settings)
         # Before the repairs, whose wrappers are then the outer ones.
-        witness.current()
-        import_repaired()
-        deepcopy = options.settle_deepcopy(model, settings)
+        witness.get_counting_witness()
+        import_with_all_repairs()
+        copies_model = options.decide_deepcopy(model, settings)
         # ORT sets every layer to the mode of the whole model, also a frozen BatchNorm in eval mode.
-        with environment(**options.variables(settings, deepcopy)), kept_modes(model):
-            super().__init__(model, options.debug_options(settings))
-        options.set_attributes(self, settings)
-        settle(self, settings)
+        with (
+            set_environment_variables(**options.constructor_variables(settings, copies_model)),
+            restore_modes_after(model),
+        ):
+            super().__init__(model, options.create_debug_options(settings))
+        options.set_runtime_options(self, settings)
+        store_settings(self, settings)
         # ORT has no option for this logger, which reports guesses about shapes.
         logging.getLogger("onnxruntime.tools.symbolic_shape_infer").setLevel(self._logger.level)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _reconstruct, (type(self)._ortlaunch_kind, self._settings()), self.__getstate__()
+        return (
+            _reconstruct,
+            (type(self)._ortlaunch_kind, self._attached_settings()),
+            self.__getstate__(),
+        )
 
     def report(self) -> Json:
         """Return what ONNX Runtime really ran, as values for a JSON file.
@@ -72,44 +79,48 @@ class ORTModule(Wrapper):
             PyTorch ran; `training_graph` and `evaluation_graph`: the nodes of the newest ones;
             `torch_calls`: operators and layers that torch ran inside the graphs; `notes`.
         """
-        counting = witness.current()
-        settings = self._settings()
-        chosen = dataclasses.asdict(settings)
+        active_witness = witness.get_counting_witness()
+        settings = self._attached_settings()
+        settings_record = dataclasses.asdict(settings)
         if settings.postprocess:
-            chosen["postprocess"] = function_name(settings.postprocess)
+            settings_record["postprocess"] = qualified_function_name(settings.postprocess)
         defaults = dataclasses.asdict(Settings())
         return {
-            "provider": counting.graphs[-1].provider if counting.graphs else "",
-            "settings": {name: value for name, value in chosen.items() if value != defaults[name]},
-            **report(counting),
+            "provider": active_witness.graphs[-1].provider if active_witness.graphs else "",
+            "settings": {
+                name: value for name, value in settings_record.items() if value != defaults[name]
+            },
+            **process_report(active_witness),
         }
 
-    def _settings(self) -> Settings:
-        return settings_of(self._torch_module._execution_manager(True))
+    def _attached_settings(self) -> Settings:
+        return attached_settings(self._torch_module._execution_manager(True))
 
 
-def _reconstruct(kind: Any, settings: Settings) -> Any:
+def _reconstruct(wrapper_class: Any, settings: Settings) -> Any:
     """Return an instance without state, for pickle.
 
     The unpickling process may not have imported ONNX Runtime yet.
     """
-    options.prepare(settings)
-    import_repaired()
-    return object.__new__(loaded(kind))
+    options.import_with_settings(settings)
+    import_with_all_repairs()
+    return object.__new__(class_with_ort_base(wrapper_class))
 
 
-def settle(wrapped: OrtModule, settings: Settings) -> None:
+def store_settings(ort_module: OrtModule, settings: Settings) -> None:
     """Store ortlaunch's settings, which ORT does not have, in an ORTModule's two managers."""
-    for training in (True, False):
-        manager = wrapped._torch_module._execution_manager(training)
+    for is_training in (True, False):
+        manager = ort_module._torch_module._execution_manager(is_training)
         # Sessions and passes read the manager's attribute; an export gets only the options.
         manager._ortlaunch_settings = manager._runtime_options._ortlaunch_settings = settings
 
 
-def import_repaired() -> object:
+def import_with_all_repairs() -> object:
     """Return the module onnxruntime.training.ortmodule, with every repair."""
     ortmodule = import_ortmodule()
-    registry.apply([Repair("limit_session_threads", install=_set_sessions_and_exports)])
+    registry.apply_known_repairs(
+        [Repair("limit_session_threads", install=_set_sessions_and_exports)]
+    )
     apply_repairs()
     return ortmodule
 
@@ -124,22 +135,26 @@ def _set_sessions_and_exports() -> None:
         _training_manager,
     )
 
-    wrap_method(_graph_execution_manager.GraphExecutionManager, "_get_session_config", _as_set)
     wrap_method(
-        _graph_transition_manager.GraphTransitionManager, "get_post_processed_model", _with_settings
+        _graph_execution_manager.GraphExecutionManager, "_get_session_config", _set_session_options
+    )
+    wrap_method(
+        _graph_transition_manager.GraphTransitionManager,
+        "get_post_processed_model",
+        _run_export_with_settings,
     )
     for manager in (_training_manager.TrainingManager, _inference_manager.InferenceManager):
-        wrap_method(manager, "_create_execution_agent", _on_its_device)
+        wrap_method(manager, "_create_execution_agent", _raise_if_on_cpu)
 
 
-def _as_set(original: AnyFunction, manager: Manager) -> object:
+def _set_session_options(original: AnyFunction, manager: Manager) -> object:
     """Set a session's threads and TF32.
 
     By default ORT's sessions use every physical core, whatever the number of ranks, and use TF32 on
     CUDA, whatever torch's setting.
     """
     session_options, providers, provider_options = original(manager)
-    settings = settings_of(manager)
+    settings = attached_settings(manager)
     session_options.intra_op_num_threads = (
         torch.get_num_threads() if settings.threads is None else settings.threads
     )
@@ -151,7 +166,7 @@ def _as_set(original: AnyFunction, manager: Manager) -> object:
     return session_options, providers, provider_options
 
 
-def _on_its_device(original: AnyFunction, manager: Manager) -> None:
+def _raise_if_on_cpu(original: AnyFunction, manager: Manager) -> None:
     """Raise an error if the session of a CUDA model runs on the CPU.
 
     If its CUDA provider does not load, ORT itself only logs a line.
@@ -161,11 +176,11 @@ def _on_its_device(original: AnyFunction, manager: Manager) -> None:
     if manager._device.type == "cuda" and provider != cuda_libraries.PROVIDER:
         raise EngineError(
             f"the model is on {manager._device}, and ONNX Runtime's session runs on {provider}: "
-            f"{cuda_libraries.check() or 'its CUDA provider was not loaded in this process'}"
+            f"{cuda_libraries.check_gpu_in_subprocess() or 'its CUDA provider was not loaded in this process'}"
         )
 
 
-def _with_settings(original: AnyFunction, manager: Manager, *args: object) -> object:
+def _run_export_with_settings(original: AnyFunction, manager: Manager, *args: object) -> object:
     """Run an export with the settings that it reads outside its module's own options."""
-    with options.during_export(manager._runtime_options):
+    with options.apply_export_settings(manager._runtime_options):
         return original(manager, *args)

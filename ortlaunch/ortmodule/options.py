@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 
 from ortlaunch import machine
 from ortlaunch.json_types import Json
-from ortlaunch.ortmodule.base.custom_functions import inlining
-from ortlaunch.ortmodule.base.graph import Graph
-from ortlaunch.ortmodule.base.patching import environment
+from ortlaunch.ortmodule.base.custom_functions import set_autograd_inlining
+from ortlaunch.ortmodule.base.graph import GraphContents
+from ortlaunch.ortmodule.base.patching import set_environment_variables
 from ortlaunch.ortmodule.base.settings import SettingError, Settings
 from ortlaunch.ortmodule.build import extensions
 from ortlaunch.ortmodule.repaired import import_ortmodule
@@ -39,11 +39,11 @@ _NEEDS_INTEROP = (
     "memory_efficient_grad_management",
     "torch_modules",
 )
-_INLINE = "_ortlaunch_inline"
+_INLINE_ATTRIBUTE = "_ortlaunch_inline"
 _report: Json = {}
 
 
-def prepare(settings: Settings) -> None:
+def import_with_settings(settings: Settings) -> None:
     """Import ORTModule with the settings that it reads only at import, and check all requirements.
 
     Call it before transformers is imported (compat.py has the reason). If nobody has called it, the
@@ -53,23 +53,24 @@ def prepare(settings: Settings) -> None:
         SettingError: the installed versions do not support a setting, or a setting came too late.
         MissingDependency: ORTModule cannot be imported.
     """
-    name = "efficient_attention"
+    setting_name = "efficient_attention"
     _imported_with.setdefault(
-        name, "onnxruntime.training" not in sys.modules and getattr(settings, name)
+        setting_name, "onnxruntime.training" not in sys.modules and getattr(settings, setting_name)
     )
     # ORTMODULE_ATEN_SDPA_FALLBACK is on for any text, also "0", and off if empty. It stays off,
     # because attention.py decides which attention stays torch's.
     flags = {
-        "ORTMODULE_USE_EFFICIENT_ATTENTION": _flag(settings.efficient_attention),
+        "ORTMODULE_USE_EFFICIENT_ATTENTION": _flag_text(settings.efficient_attention),
         "ORTMODULE_ATEN_SDPA_FALLBACK": "",
     }
-    with environment(**flags):
+    with set_environment_variables(**flags):
         import_ortmodule()
-    _require(settings)
-    for name, before in _imported_with.items():
-        if getattr(settings, name) != before:
+    _raise_if_unsupported(settings)
+    for setting_name, imported_value in _imported_with.items():
+        if getattr(settings, setting_name) != imported_value:
             raise SettingError(
-                name, f"is read when ORTModule is imported, and this process did so with {before}"
+                setting_name,
+                f"is read when ORTModule is imported, and this process did so with {imported_value}",
             )
 
 
@@ -77,26 +78,26 @@ def prepare(settings: Settings) -> None:
 _imported_with: dict[str, bool] = {}
 
 
-def report() -> Json:
+def decisions_record() -> Json:
     """Return the decisions of this module, for engine.json."""
     return dict(_report)
 
 
-def _require(settings: Settings) -> None:
+def _raise_if_unsupported(settings: Settings) -> None:
     """Refuse settings that ORT would ignore with the installed versions."""
-    if refusal := extensions.interop_refusal():
-        named = ["torch_operators"] if not isinstance(settings.torch_operators, str) else []
-        for name in (
+    if refusal := extensions.interop_refusal_reason():
+        extra_names = ["torch_operators"] if not isinstance(settings.torch_operators, str) else []
+        for setting_name in (
             *_NEEDS_INTEROP,
-            *named,
+            *extra_names,
             *(["custom_autograd"] if settings.custom_autograd == "python" else []),
         ):
-            if getattr(settings, name):
+            if getattr(settings, setting_name):
                 problem = (
                     f"needs ONNX Runtime's extension {extensions.INTEROP}, which is not there, "
                     f"because {refusal}"
                 )
-                raise SettingError(name, f"{problem}; leave it out")
+                raise SettingError(setting_name, f"{problem}; leave it out")
     if settings.triton:
         _require_triton()
     if settings.flash_attention:
@@ -105,9 +106,9 @@ def _require(settings: Settings) -> None:
         capability = torch.cuda.get_device_capability()
         # Capability 8.0: Ampere and newer GPUs.
         if capability < (8, 0):
-            has = ".".join(map(str, capability))
+            capability_text = ".".join(map(str, capability))
             raise SettingError(
-                "flash_attention", f"needs a GPU of capability 8.0, this one has {has}"
+                "flash_attention", f"needs a GPU of capability 8.0, this one has {capability_text}"
             )
 
 
@@ -122,7 +123,7 @@ def _require_triton() -> None:
         raise SettingError("triton", "the package triton is not installed: pip install triton")
 
 
-def require_effect(settings: Settings, graphs: Sequence[Graph]) -> None:
+def raise_if_no_effect(settings: Settings, graphs: Sequence[GraphContents]) -> None:
     """Refuse settings that had no effect on the model, which ORT does not report.
 
     Args:
@@ -132,55 +133,56 @@ def require_effect(settings: Settings, graphs: Sequence[Graph]) -> None:
     Raises:
         SettingError: no training graph has the nodes that a setting should create.
     """
-    built = [graph for graph in graphs if graph.training]
+    training_graphs = [graph for graph in graphs if graph.training]
     aten, triton = (
-        {name for graph in built for name in getattr(graph, kind)} for kind in ("aten", "triton")
+        {name for graph in training_graphs for name in getattr(graph, operator_kind)}
+        for operator_kind in ("aten", "triton")
     )
-    made = {
+    took_effect = {
         "efficient_attention": "_efficient_attention_forward" in aten,
         "flash_attention": "flash_attn_forward" in triton,
         "triton": bool(triton),
     }
-    for name, found in made.items():
-        if getattr(settings, name) and not found:
+    for name, had_effect in took_effect.items():
+        if getattr(settings, name) and not had_effect:
             raise SettingError(
                 name, "ONNX Runtime found nothing to replace in this model; leave it out"
             )
 
 
-def variables(settings: Settings, deepcopy: bool) -> dict[str, str]:
+def constructor_variables(settings: Settings, copies_model: bool) -> dict[str, str]:
     """Return environment variables for ORTModule's constructor, which has no such parameters."""
-    chosen = {
+    variable_values = {
         "ORTMODULE_CONV_ALGO_SEARCH": settings.conv_algorithm_search.upper(),
-        "ORTMODULE_DEEPCOPY_BEFORE_MODEL_EXPORT": _flag(deepcopy),
-        "ORTMODULE_ENABLE_COMPUTE_OPTIMIZER": _flag(settings.compute_optimizer),
-        "ORTMODULE_ENABLE_EMBEDDING_SPARSE_OPTIMIZER": _flag(
+        "ORTMODULE_DEEPCOPY_BEFORE_MODEL_EXPORT": _flag_text(copies_model),
+        "ORTMODULE_ENABLE_COMPUTE_OPTIMIZER": _flag_text(settings.compute_optimizer),
+        "ORTMODULE_ENABLE_EMBEDDING_SPARSE_OPTIMIZER": _flag_text(
             settings.sparsity_optimizer is not False
         ),
-        "ORTMODULE_ENABLE_MEM_EFFICIENT_GRAD_MGMT": _flag(
+        "ORTMODULE_ENABLE_MEM_EFFICIENT_GRAD_MGMT": _flag_text(
             settings.memory_efficient_grad_management
         ),
-        "ORTMODULE_ENABLE_TUNING": _flag(settings.tuning),
+        "ORTMODULE_ENABLE_TUNING": _flag_text(settings.tuning),
         "ORTMODULE_LOG_LEVEL": settings.log_level.upper(),
         "ORTMODULE_MAX_TUNING_DURATION_MS": str(settings.tuning_duration_ms or 0),
-        "ORTMODULE_MEMORY_OPT_CONFIG": _json_file(list(settings.memory_optimization_config)),
+        "ORTMODULE_MEMORY_OPT_CONFIG": _write_json_file(list(settings.memory_optimization_config)),
         "ORTMODULE_MEMORY_OPT_LEVEL": str(settings.memory_optimization),
-        "ORTMODULE_ONNX_OPSET_VERSION": str(settings.opset or _own_opset()),
-        "ORTMODULE_PRINT_INPUT_DENSITY": _flag(settings.print_input_density),
-        "ORTMODULE_PRINT_MEMORY_STATS": _flag(settings.print_memory_stats),
+        "ORTMODULE_ONNX_OPSET_VERSION": str(settings.opset or _default_opset()),
+        "ORTMODULE_PRINT_INPUT_DENSITY": _flag_text(settings.print_input_density),
+        "ORTMODULE_PRINT_MEMORY_STATS": _flag_text(settings.print_memory_stats),
         "ORTMODULE_SAVE_ONNX_PATH": settings.save_onnx or "",
         "ORTMODULE_TUNING_RESULTS_PATH": settings.tuning_results or "",
-        "ORTMODULE_USE_FLASH_ATTENTION": _flag(settings.flash_attention),
-        "ORTMODULE_USE_TRITON": _flag(settings.triton),
+        "ORTMODULE_USE_FLASH_ATTENTION": _flag_text(settings.flash_attention),
+        "ORTMODULE_USE_TRITON": _flag_text(settings.triton),
     }
     return (
-        chosen
+        variable_values
         if settings.allow_fallback
-        else {**chosen, "ORTMODULE_FALLBACK_POLICY": "FALLBACK_DISABLE"}
+        else {**variable_values, "ORTMODULE_FALLBACK_POLICY": "FALLBACK_DISABLE"}
     )
 
 
-def debug_options(settings: Settings) -> object:
+def create_debug_options(settings: Settings) -> object:
     """Return ORT's DebugOptions; only rank 0 saves graphs, because all ranks have the same."""
     from onnxruntime.training.ortmodule import DebugOptions, LogLevel
     from onnxruntime.training.ortmodule._utils import get_rank
@@ -198,52 +200,56 @@ def debug_options(settings: Settings) -> object:
         raise SettingError("save_onnx", f"cannot write to {folder}: {error}") from None
 
 
-def set_attributes(wrapped: OrtModule, settings: Settings) -> None:
+def set_runtime_options(ort_module: OrtModule, settings: Settings) -> None:
     """Set the options of a wrapped module's two managers for which ORT has no variable."""
     from onnxruntime.capi._pybind_state import PropagateCastOpsStrategy
 
-    for training in (True, False):
-        options = wrapped._torch_module._execution_manager(training)._runtime_options
+    for is_training in (True, False):
+        options = ort_module._torch_module._execution_manager(is_training)._runtime_options
         options.propagate_cast_ops_strategy = getattr(
             PropagateCastOpsStrategy, settings.cast_propagation.upper()
         )
         options.propagate_cast_ops_level = settings.cast_propagation_level
         if settings.custom_autograd == "inline":
             options.enable_custom_autograd_function = False
-            setattr(options, _INLINE, True)
+            setattr(options, _INLINE_ATTRIBUTE, True)
     if settings.triton_config is not None:
         # Set for good, because ORT reads it for each session, and any later pass may create one.
-        os.environ["ORTMODULE_TRITON_CONFIG_FILE"] = _json_file(dict(settings.triton_config))
+        os.environ["ORTMODULE_TRITON_CONFIG_FILE"] = _write_json_file(dict(settings.triton_config))
 
 
 @contextlib.contextmanager
-def during_export(runtime_options: RuntimeOptions) -> Iterator[None]:
+def apply_export_settings(runtime_options: RuntimeOptions) -> Iterator[None]:
     """Apply the settings that an export reads outside its module's own options."""
-    with inlining(getattr(runtime_options, _INLINE, False)):
+    with set_autograd_inlining(getattr(runtime_options, _INLINE_ATTRIBUTE, False)):
         yield
 
 
-def settle_deepcopy(module: nn.Module, settings: Settings) -> bool:
+def decide_deepcopy(module: nn.Module, settings: Settings) -> bool:
     """Return whether the export works on a copy of the model.
 
     The setting decides if it is given, else whether copies fit into this process's share of memory.
     """
-    asked = settings.deepcopy_before_export
-    size = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
-    limit = _limit_of(module, settings.processes_on_host)
+    requested_copy = settings.deepcopy_before_export
+    parameter_bytes = sum(
+        parameter.numel() * parameter.element_size() for parameter in module.parameters()
+    )
+    limit = _tightest_memory_limit(module, settings.processes_on_host)
     # The copy takes `size` bytes during the export; as many must stay free.
-    copied = 2 * size <= limit.free_bytes if asked is None else asked
+    is_copied = (
+        2 * parameter_bytes <= limit.free_bytes if requested_copy is None else requested_copy
+    )
     _report["deepcopy_before_export"] = {
-        "used": copied,
-        "parameter_bytes": size,
+        "used": is_copied,
+        "parameter_bytes": parameter_bytes,
         "free_bytes": limit.free_bytes,
         "limit": limit.name,
         "limit_bytes": limit.total_bytes,
     }
-    return copied
+    return is_copied
 
 
-def _limit_of(module: nn.Module, processes: int) -> machine.MemoryLimit:
+def _tightest_memory_limit(module: nn.Module, process_count: int) -> machine.MemoryLimit:
     """Return the tightest memory limit of the module's device.
 
     On the CPU `free` is this process's share of the host's free memory.
@@ -253,12 +259,12 @@ def _limit_of(module: nn.Module, processes: int) -> machine.MemoryLimit:
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     if device.type != "cuda":
         limit = machine.memory_limit_with_least_free()
-        return limit._replace(free_bytes=limit.free_bytes // processes)
+        return limit._replace(free_bytes=limit.free_bytes // process_count)
     free, size = torch.cuda.mem_get_info(device)
     return machine.MemoryLimit(f"GPU {device.index}", size, free)
 
 
-def _json_file(value: object) -> str:
+def _write_json_file(value: object) -> str:
     """Write a value to a file for ORT to read; return its path, or "" for an empty value.
 
     The file is deleted at the end of the process.
@@ -273,11 +279,11 @@ def _json_file(value: object) -> str:
     return file.name
 
 
-def _own_opset() -> int:
+def _default_opset() -> int:
     from onnxruntime.training import ortmodule
 
     return int(ortmodule.ONNX_OPSET_VERSION)
 
 
-def _flag(value: bool) -> str:
+def _flag_text(value: bool) -> str:
     return "1" if value else "0"

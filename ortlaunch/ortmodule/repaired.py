@@ -23,5 +23,5 @@ def import_ortmodule() -> ModuleType:
     # After the import, because some of its modules import ORT's.
     from ortlaunch.ortmodule import pipeline
 
-    pipeline.install()
+    pipeline.install_export_steps()
     return ortmodule

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ortlaunch.ortmodule.base import patching
 from ortlaunch.ortmodule.base.copies import fix_deepcopy_and_pickle
-from ortlaunch.ortmodule.base.registry import Repair, apply
+from ortlaunch.ortmodule.base.registry import Repair, apply_known_repairs
 from ortlaunch.ortmodule.base.source_guard import (
     EVALUATION,
     MANAGER,
@@ -21,7 +21,7 @@ from ortlaunch.ortmodule.base.source_guard import (
     SHAPES,
     TRAINING,
     TRANSITION,
-    owner,
+    function_owner,
 )
 from ortlaunch.ortmodule.graph_repairs.broadcasts import keep_broadcast_sizes
 from ortlaunch.ortmodule.graph_repairs.frozen_weights import name_frozen_gradients
@@ -33,16 +33,16 @@ from ortlaunch.ortmodule.state.backward import follow_autograd
 from ortlaunch.ortmodule.state.buffers import keep_buffers_exact
 from ortlaunch.ortmodule.state.outputs import keep_outputs, restore_output_dtypes
 from ortlaunch.ortmodule.torch_in_graph.torch_kernels import call_torch_kernels
-from ortlaunch.ortmodule.tracing.checkpointing import see_ort_checkpoints
+from ortlaunch.ortmodule.tracing.checkpointing import bypass_ort_checkpoints
 from ortlaunch.ortmodule.tracing.cross_entropy import skip_ignored_labels
 
 if TYPE_CHECKING:
     from ortlaunch.ortmodule.base.ort_types import AnyFunction, Manager
 
 
-def apply_repairs(*left_out: str) -> None:
-    """Apply every repair, once in a process; tests name repairs to skip in `left_out`."""
-    apply(REPAIRS, *left_out)
+def apply_repairs(*omitted_names: str) -> None:
+    """Apply every repair, once in a process; tests name repairs to skip in `omitted_names`."""
+    apply_known_repairs(REPAIRS, *omitted_names)
 
 
 # ----------------------------------------------------------------------------------------- settings
@@ -53,15 +53,17 @@ def fix_grad_management_device() -> None:
 
     ORT passed the dictionary of parameters, which failed in `zeros() ... device=dict`.
     """
-    patching.wrap_method(owner(_MANAGEMENT), _ENABLE, _on_device)
+    patching.wrap_method(function_owner(_MANAGEMENT), _ENABLE, _enable_with_device)
 
 
 _MANAGEMENT = "_mem_efficient_grad_mgmt:"
 _ENABLE = "post_processing_enable_mem_efficient_training"
 
 
-def _on_device(enable: AnyFunction, model: Any, named_parameters: Any, parameters: Any) -> object:
-    return enable(model, named_parameters, next(iter(parameters.values())).device)
+def _enable_with_device(
+    original: AnyFunction, model: Any, named_parameters: Any, parameters: Any
+) -> object:
+    return original(model, named_parameters, next(iter(parameters.values())).device)
 
 
 # ------------------------------------------------------------------------------------------- output
@@ -73,16 +75,18 @@ def keep_printed_output() -> None:
     During an export ORT redirects the descriptors of both into a file. Text that was still buffered
     went into that file and was lost. Under `contextlib.redirect_stdout` the export failed.
     """
-    patching.wrap_method(owner(_LOGGER), _REDIRECT, _flushed)
+    patching.wrap_method(function_owner(_LOGGER), _REDIRECT, _redirect_after_flush)
 
 
 _LOGGER = "_logger:"
 _REDIRECT = "_suppress_os_stream_output"
 
 
-def _flushed(redirect: AnyFunction, enable: bool = True, on_exit: object = None) -> object:
-    usable = [_has_descriptor(stream) for stream in (sys.stdout, sys.stderr)]
-    return redirect(enable and all(usable), on_exit)
+def _redirect_after_flush(
+    original: AnyFunction, enable: bool = True, on_exit: object = None
+) -> object:
+    are_usable = [_has_descriptor(stream) for stream in (sys.stdout, sys.stderr)]
+    return original(enable and all(are_usable), on_exit)
 
 
 def _has_descriptor(stream: Any) -> bool:
@@ -104,10 +108,12 @@ def create_session_once() -> None:
     ORT creates a first session to list what could be recomputed, and simplifies a formula for each
     entry. Only a memory optimization level, or a log level below WARNING, uses the list.
     """
-    patching.wrap_method(owner(TRAINING), "_create_execution_agent", _with_needed_sessions)
+    patching.wrap_method(
+        function_owner(TRAINING), "_create_execution_agent", _create_needed_sessions
+    )
 
 
-def _with_needed_sessions(create: AnyFunction, manager: Manager) -> None:
+def _create_needed_sessions(original: AnyFunction, manager: Manager) -> None:
     from onnxruntime.training.ortmodule._logger import LogLevel
     from onnxruntime.training.ortmodule.options import _MemoryOptimizationLevel
 
@@ -116,7 +122,7 @@ def _with_needed_sessions(create: AnyFunction, manager: Manager) -> None:
         level != _MemoryOptimizationLevel.USER_SPECIFIED
         or manager._debug_options.logging.log_level < LogLevel.WARNING
     )
-    create(manager)
+    original(manager)
 
 
 # ---------------------------------------------------------------------------------------- the table
@@ -133,7 +139,7 @@ _INFERENCE = tuple(
         "_onnx_infer_single_node",
     )
 )
-_SIZES = tuple(
+_SIZE_INFERENCE = tuple(
     f"{SHAPES}.{name}"
     for name in (
         "_infer_Slice",
@@ -190,7 +196,7 @@ REPAIRS = (
             "torch.utils.checkpoint:checkpoint",
             "torch.utils.checkpoint:_checkpoint_without_reentrant_generator",
         ),
-        see_ort_checkpoints,
+        bypass_ort_checkpoints,
     ),
     Repair(
         "fix_grad_management_device",
@@ -222,7 +228,7 @@ REPAIRS = (
     ),
     Repair("keep_vanishing_sizes", _EXPORT, keep_vanishing_sizes),
     Repair("cut_unequal_parts", _EXPORT, cut_unequal_parts),
-    Repair("infer_symbolic_sizes", _SIZES, infer_symbolic_sizes),
+    Repair("infer_symbolic_sizes", _SIZE_INFERENCE, infer_symbolic_sizes),
     Repair("name_frozen_gradients", (f"{TRAINING}._build_graph",), name_frozen_gradients),
     Repair(
         "call_torch_kernels",

@@ -11,19 +11,19 @@ from ortlaunch.ortmodule.base.counters import tally
 from ortlaunch.ortmodule.witness import Witness
 
 
-def report(witness: Witness) -> Json:
+def process_report(witness: Witness) -> Json:
     """Return repairs, counts of passes, exports, graphs and fallbacks, and notes.
 
     The names are those of `OnnxRuntime` in docs/run-folder.md.
     """
     return {
-        "repairs": list(registry.applied()),
-        "repairs_not_applied": registry.not_applied(),
-        "deepcopy_before_export": options.report().get("deepcopy_before_export"),
+        "repairs": list(registry.applied_repairs()),
+        "repairs_not_applied": registry.unapplied_repair_reasons(),
+        "deepcopy_before_export": options.decisions_record().get("deepcopy_before_export"),
         "torch_calls": {
-            name: asdict(calls) for name, calls in torch_calls.calls_from_graph().items()
+            name: asdict(calls) for name, calls in torch_calls.counts_of_called().items()
         },
-        "torch_share": round(torch_calls.share(), 4),
-        **witness.counts(),
-        **tally.truth(),
+        "torch_share": round(torch_calls.torch_share_of_pass_time(), 4),
+        **witness.counts_record(),
+        **tally.counts_record(),
     }

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from ortlaunch.json_types import Json
 from ortlaunch.ortmodule.base import counters, torch_calls
 from ortlaunch.ortmodule.base.counters import tally
-from ortlaunch.ortmodule.base.graph import Graph, read_graph, size
+from ortlaunch.ortmodule.base.graph import GraphContents, count_graph_nodes, node_count
 from ortlaunch.ortmodule.base.patching import wrap_method
 from ortlaunch.ortmodule.base.placement import nodes_by_provider
 from ortlaunch.ortmodule.repaired import import_ortmodule
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ortlaunch.ortmodule.base.ort_types import AnyFunction, Manager, OrtSession, SessionOptions
 
 # The attribute of an execution agent that holds its graph's record.
-_GRAPH = "_ortlaunch_graph"
+_GRAPH_ATTRIBUTE = "_ortlaunch_graph"
 
 
 class Witness:
@@ -35,14 +35,14 @@ class Witness:
     """
 
     def __init__(self) -> None:
-        self.reset()
+        self.reset_all()
 
-    def reset(self) -> None:
+    def reset_all(self) -> None:
         """Set every counter to zero, and forget graphs and reasons."""
-        self.graphs: list[Graph] = []
-        self.restart()
+        self.graphs: list[GraphContents] = []
+        self.reset_counters()
 
-    def restart(self) -> None:
+    def reset_counters(self) -> None:
         """Reset the counters of passes and fallbacks; keep the records of exports and graphs."""
         self.forward_passes = 0
         self.backward_passes = 0
@@ -51,9 +51,9 @@ class Witness:
         self.fallback_reasons: list[str] = []
         for graph in self.graphs:
             graph.forward_passes = graph.backward_passes = 0
-        torch_calls.restart()
+        torch_calls.reset_counters()
 
-    def counts(self) -> Json:
+    def counts_record(self) -> Json:
         """Return the counters for engine.json.
 
         The graphs are the newest ones. `nodes_run` sums, over all graphs, the passes times the
@@ -67,83 +67,93 @@ class Witness:
             "fallback_reasons": self.fallback_reasons,
             "graphs_built": len(self.graphs),
             "nodes_run": sum(graph.nodes_run for graph in self.graphs),
-            "training_graph": self._newest(training=True),
-            "evaluation_graph": self._newest(training=False),
+            "training_graph": self._newest_graph_record(is_training=True),
+            "evaluation_graph": self._newest_graph_record(is_training=False),
         }
 
-    def _newest(self, training: bool) -> Json | None:
-        found = [graph for graph in self.graphs if graph.training == training]
-        return found[-1].describe() if found else None
+    def _newest_graph_record(self, is_training: bool) -> Json | None:
+        matching_graphs = [graph for graph in self.graphs if graph.training == is_training]
+        return matching_graphs[-1].graph_record() if matching_graphs else None
 
     @contextlib.contextmanager
-    def uncounted(self) -> Iterator[None]:
+    def exclude_from_counts(self) -> Iterator[None]:
         """Leave the passes inside the context out of the run's counters."""
-        before = {name: copy.copy(value) for name, value in vars(self).items()}
-        calls = torch_calls.snapshot()
+        counters_before = {name: copy.copy(value) for name, value in vars(self).items()}
+        call_counts = torch_calls.copy_counters()
         passes = [(graph, graph.forward_passes, graph.backward_passes) for graph in self.graphs]
         try:
             yield
         finally:
-            vars(self).update(before)
-            torch_calls.restore(calls)
+            vars(self).update(counters_before)
+            torch_calls.restore_counters(call_counts)
             for graph, forward, backward in passes:
                 graph.forward_passes = forward
                 graph.backward_passes = backward
 
-    def install(self) -> None:
+    def start_counting(self) -> None:
         """Start to count the passes of every ORTModule of this process, in this witness.
 
         ORTModules made before are counted too. Only the newest installed witness counts.
         """
         # ORT's classes exist once in a process, and so do the wrappers around their methods.
-        global _current  # noqa: PLW0603
-        _current = self
-        _install()
+        global _counting_witness  # noqa: PLW0603
+        _counting_witness = self
+        _wrap_counted_methods()
 
 
-_current = Witness()
+_counting_witness = Witness()
 
 
-def current() -> Witness:
+def get_counting_witness() -> Witness:
     """Return the witness that counts; start to count if nothing counted before."""
-    _install()
-    return _current
+    _wrap_counted_methods()
+    return _counting_witness
 
 
 @functools.cache
-def _install() -> None:
+def _wrap_counted_methods() -> None:
     import_ortmodule()
     from onnxruntime.training.ortmodule import _execution_agent, _fallback, _graph_execution_manager
     from onnxruntime.training.ortmodule._inference_manager import InferenceManager
     from onnxruntime.training.ortmodule._training_manager import TrainingManager
 
-    _count(_execution_agent.TrainingAgent, "run_forward", "forward_passes", "forward_passes")
-    _count(_execution_agent.TrainingAgent, "run_backward", "backward_passes", "backward_passes")
-    _count(_execution_agent.InferenceAgent, "run_forward", "inference_passes", "forward_passes")
+    _count_method_calls(
+        _execution_agent.TrainingAgent, "run_forward", "forward_passes", "forward_passes"
+    )
+    _count_method_calls(
+        _execution_agent.TrainingAgent, "run_backward", "backward_passes", "backward_passes"
+    )
+    _count_method_calls(
+        _execution_agent.InferenceAgent, "run_forward", "inference_passes", "forward_passes"
+    )
     wrap_method(_fallback._FallbackManager, "fallback", _record_fallback)
     wrap_method(
-        _graph_execution_manager.GraphExecutionManager, "_get_session_config", _save_what_runs
+        _graph_execution_manager.GraphExecutionManager, "_get_session_config", _save_executed_graph
     )
     for manager in (TrainingManager, InferenceManager):
         wrap_method(manager, "_build_graph", _build_graph)
         wrap_method(manager, "_create_execution_agent", _record_graph)
 
 
-def _count(owner: object, method: str, counter: str, of_graph: str) -> None:
-    def counted(original: AnyFunction, agent: object, *args: object, **kwargs: object) -> object:
-        with torch_calls.timed_pass():
+def _count_method_calls(
+    method_owner: object, method_name: str, counter_name: str, graph_counter: str
+) -> None:
+    def run_and_count(
+        original: AnyFunction, agent: object, *args: object, **kwargs: object
+    ) -> object:
+        with torch_calls.measure_pass():
             result = original(agent, *args, **kwargs)
         # After the call, so that a failed pass is not counted.
-        setattr(_current, counter, getattr(_current, counter) + 1)
-        graph = getattr(agent, _GRAPH, None)
+        setattr(_counting_witness, counter_name, getattr(_counting_witness, counter_name) + 1)
+        graph = getattr(agent, _GRAPH_ATTRIBUTE, None)
         if graph is not None:
-            setattr(graph, of_graph, getattr(graph, of_graph) + 1)
+            setattr(graph, graph_counter, getattr(graph, graph_counter) + 1)
         return result
 
-    wrap_method(owner, method, counted)
+    wrap_method(method_owner, method_name, run_and_count)
 
 
-def _save_what_runs(original: AnyFunction, manager: Manager) -> object:
+def _save_executed_graph(original: AnyFunction, manager: Manager) -> object:
     """Make the session save its final graph, with fusions and recomputation."""
     session_options, providers, provider_options = original(manager)
     # With engine.save_onnx ORT has set a path already.
@@ -172,19 +182,23 @@ def _record_graph(original: AnyFunction, manager: Manager) -> None:
     ):
         original(manager)
         # Removed, because ORT pickles its managers, and session options cannot be pickled.
-        options = vars(manager).pop("_ortlaunch_session_options")
-        model = onnx.load(options.optimized_model_filepath, load_external_data=False)
+        session_options = vars(manager).pop("_ortlaunch_session_options")
+        model = onnx.load(session_options.optimized_model_filepath, load_external_data=False)
         session = manager._execution_agent._inference_session
-        graph = read_graph(
-            model, manager._export_mode == TrainingMode.TRAINING, _is_memory_efficient(options)
+        graph = count_graph_nodes(
+            model,
+            manager._export_mode == TrainingMode.TRAINING,
+            _is_memory_efficient(session_options),
         )
-        graph.provider, *others = session.get_providers()
-        nodes = {graph.provider: size(graph.forward + graph.backward)}
+        graph.provider, *other_providers = session.get_providers()
+        node_counts = {graph.provider: node_count(graph.forward + graph.backward)}
         graph.nodes_by_provider = (
-            _placed(options.optimized_model_filepath, session) if others else nodes
+            _nodes_by_provider_or_empty(session_options.optimized_model_filepath, session)
+            if other_providers
+            else node_counts
         )
-    _current.graphs.append(graph)
-    setattr(manager._execution_agent, _GRAPH, graph)
+    _counting_witness.graphs.append(graph)
+    setattr(manager._execution_agent, _GRAPH_ATTRIBUTE, graph)
 
 
 def _is_memory_efficient(options: SessionOptions) -> bool:
@@ -193,15 +207,15 @@ def _is_memory_efficient(options: SessionOptions) -> bool:
     return bool(options.execution_order == ExecutionOrder.MEMORY_EFFICIENT)
 
 
-def _placed(model: str, session: OrtSession) -> dict[str, int]:
+def _nodes_by_provider_or_empty(model_file: str, session: OrtSession) -> dict[str, int]:
     """Return the number of nodes on each provider.
 
     If ONNX Runtime fails to report it, note that and return an empty dictionary.
     """
     try:
-        return nodes_by_provider(model, session)
+        return nodes_by_provider(model_file, session)
     except Exception as error:
-        tally.note(
+        tally.add_note_once(
             f"the execution provider of each node is not known: {type(error).__name__}: {error}"
         )
         return {}
@@ -212,7 +226,7 @@ def _record_fallback(
 ) -> object:
     # Read before the call: with retry on, ORT deletes the exception inside the call.
     reason = f"{type(manager._exception).__name__}: {manager._exception}"
-    _current.fallbacks += 1
-    if reason not in _current.fallback_reasons:
-        _current.fallback_reasons.append(reason)
+    _counting_witness.fallbacks += 1
+    if reason not in _counting_witness.fallback_reasons:
+        _counting_witness.fallback_reasons.append(reason)
     return original(manager, *args, **kwargs)

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from ortlaunch.ortmodule.base.ort_types import OrtModule, TorchModule
 
 # These methods write the names of classes into config.json.
-_SAVING = ("save_pretrained", "push_to_hub")
+_SAVING_METHODS = ("save_pretrained", "push_to_hub")
 # Set at the end of the construction; before it, `__class__` is the wrapper's own.
-_COMPLETE = "_ortlaunch_complete"
+_COMPLETE_ATTRIBUTE = "_ortlaunch_complete"
 
 
 class Wrapper(nn.Module):
-    """The part of an ORTModule that ortlaunch adds; `loaded` adds ORT's class as a base."""
+    """The part of an ORTModule that ortlaunch adds; `class_with_ort_base` adds ORT's class as a base."""
 
     _ortlaunch_kind: ClassVar[type[Wrapper]]
     # Attributes of ORT's class.
@@ -44,28 +44,36 @@ class Wrapper(nn.Module):
 
         Models of transformers and peft can save themselves.
         """
-        own = vars(self)
-        kind = type(own["_torch_module"].module) if own.get(_COMPLETE) else None
-        return kind if kind is not None and hasattr(kind, "save_pretrained") else type(self)
+        attributes = vars(self)
+        model_class = (
+            type(attributes["_torch_module"].module)
+            if attributes.get(_COMPLETE_ATTRIBUTE)
+            else None
+        )
+        return (
+            model_class
+            if model_class is not None and hasattr(model_class, "save_pretrained")
+            else type(self)
+        )
 
     def __init__(self, *args: object) -> None:
         # ORT's class becomes a base here and not in the class statement, because ORT must be
         # imported after the settings that it reads at import are set. The slot of `object` is used,
         # because `__class__` is a property of this class.
-        vars(object)["__class__"].__set__(self, loaded(type(self)))  # type: ignore[arg-type]  # hashable
+        vars(object)["__class__"].__set__(self, class_with_ort_base(type(self)))  # type: ignore[arg-type]  # hashable
         super().__init__(*args)
-        _complete(self)
+        _restore_model_methods(self)
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """Call the module, hidden from torch.compile(wrapped).
 
         torch.compile would trace ORT's Python code.
         """
-        compiling = eval_frame.set_eval_frame(None)
+        eval_callback = eval_frame.set_eval_frame(None)
         try:
             return super().__call__(*args, **kwargs)
         finally:
-            eval_frame.set_eval_frame(compiling)
+            eval_frame.set_eval_frame(eval_callback)
 
     vars(__call__)["_torchdynamo_disable"] = True
 
@@ -77,8 +85,10 @@ class Wrapper(nn.Module):
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({name: value for name, value in state.items() if name != _COMPLETE})
-        _complete(self)
+        super().__setstate__(
+            {name: value for name, value in state.items() if name != _COMPLETE_ATTRIBUTE}
+        )
+        _restore_model_methods(self)
 
     def load_state_dict(
         self, state_dict: Mapping[str, object], strict: bool = True, assign: bool = False
@@ -93,29 +103,35 @@ class Wrapper(nn.Module):
 
 
 @functools.cache
-def loaded(kind: type[Any]) -> Any:
-    """Return `kind`, a subclass of Wrapper, with ORT's ORTModule as its last base.
+def class_with_ort_base(wrapper_class: type[Any]) -> Any:
+    """Return `wrapper_class`, a subclass of Wrapper, with ORT's ORTModule as its last base.
 
     The first call imports ORT.
     """
-    base: Any = importlib.import_module(PACKAGE).ORTModule
+    ort_class: Any = importlib.import_module(PACKAGE).ORTModule
     # Pickles name `_ortlaunch_kind`, because the class made here is not an attribute of a module.
-    names = {
-        "__module__": kind.__module__,
-        "__qualname__": kind.__qualname__,
-        "__doc__": kind.__doc__,
-        "_ortlaunch_kind": kind,
+    class_members = {
+        "__module__": wrapper_class.__module__,
+        "__qualname__": wrapper_class.__qualname__,
+        "__doc__": wrapper_class.__doc__,
+        "_ortlaunch_kind": wrapper_class,
     }
-    return kind if issubclass(kind, base) else type(kind.__name__, (kind, base), names)
+    return (
+        wrapper_class
+        if issubclass(wrapper_class, ort_class)
+        else type(wrapper_class.__name__, (wrapper_class, ort_class), class_members)
+    )
 
 
-def _complete(wrapped: OrtModule) -> None:
+def _restore_model_methods(ort_module: OrtModule) -> None:
     """Restore class methods and saving methods to the model's own.
 
     ORT binds copies of the model's methods to the wrapper.
     """
-    kind = type(wrapped.module)
-    for name in list(vars(wrapped)):
-        if name in _SAVING or isinstance(inspect.getattr_static(kind, name, None), classmethod):
-            del vars(wrapped)[name]
-    vars(wrapped)[_COMPLETE] = True
+    model_class = type(ort_module.module)
+    for name in list(vars(ort_module)):
+        if name in _SAVING_METHODS or isinstance(
+            inspect.getattr_static(model_class, name, None), classmethod
+        ):
+            del vars(ort_module)[name]
+    vars(ort_module)[_COMPLETE_ATTRIBUTE] = True

@@ -19,7 +19,7 @@ ADAMW_ORT_FUSED = "adamw_ort_fused"
 # Optimum's default; transformers 5 has removed it.
 _ADAMW_HF = "adamw_hf"
 # Optimum's level -> Settings.log_level.
-_LEVELS = {
+_LOG_LEVELS = {
     "VERBOSE": "verbose",
     "INFO": "info",
     "WARNING": "warning",
@@ -60,27 +60,27 @@ class ORTTrainingArguments(TrainingArguments):
         default=None, metadata={"help": "The folder of save_onnx; by default onnx."}
     )
     onnx_log_level: str | None = field(
-        default="ERROR", metadata={"help": f"ONNX Runtime's log level: {', '.join(_LEVELS)}."}
+        default="ERROR", metadata={"help": f"ONNX Runtime's log level: {', '.join(_LOG_LEVELS)}."}
     )
 
     def __post_init__(self) -> None:
-        requested = str(getattr(self.optim, "value", self.optim))
-        if requested == _ADAMW_HF:
+        requested_optimizer = str(getattr(self.optim, "value", self.optim))
+        if requested_optimizer == _ADAMW_HF:
             warnings.warn(
                 f"optim={_ADAMW_HF!r}: transformers has removed it; adamw_torch runs instead",
                 stacklevel=3,
             )
-            requested = self.optim = "adamw_torch"
-        if requested == ADAMW_ORT_FUSED:
+            requested_optimizer = self.optim = "adamw_torch"
+        if requested_optimizer == ADAMW_ORT_FUSED:
             # transformers checks the name against its own list.
             self.optim = "adamw_torch_fused"
         super().__post_init__()
-        if requested == ADAMW_ORT_FUSED:
+        if requested_optimizer == ADAMW_ORT_FUSED:
             self.optim = ADAMW_ORT_FUSED
-        if (self.onnx_log_level or "ERROR").upper() not in _LEVELS:
+        if (self.onnx_log_level or "ERROR").upper() not in _LOG_LEVELS:
             raise EngineError(
                 f"onnx_log_level: got {self.onnx_log_level!r}; it must be one of "
-                f"{', '.join(_LEVELS)}"
+                f"{', '.join(_LOG_LEVELS)}"
             )
 
 
@@ -89,15 +89,15 @@ class ORTSeq2SeqTrainingArguments(ORTTrainingArguments, Seq2SeqTrainingArguments
     """transformers' Seq2SeqTrainingArguments, with Optimum's arguments and optimizer."""
 
 
-def settings_of(args: TrainingArguments) -> Settings:
+def ortmodule_settings(args: TrainingArguments) -> Settings:
     """Return ORTModule's settings for arguments of ours or of transformers."""
     folder = None
     if getattr(args, "save_onnx", False):
-        parent = os.environ.get("ORTMODULE_SAVE_ONNX_PATH") or args.output_dir or "."
-        folder = str(Path(parent) / (getattr(args, "onnx_prefix", None) or "onnx"))
-    level = _LEVELS[(getattr(args, "onnx_log_level", None) or "ERROR").upper()]
+        parent_folder = os.environ.get("ORTMODULE_SAVE_ONNX_PATH") or args.output_dir or "."
+        folder = str(Path(parent_folder) / (getattr(args, "onnx_prefix", None) or "onnx"))
+    log_level = _LOG_LEVELS[(getattr(args, "onnx_log_level", None) or "ERROR").upper()]
     return Settings(
         save_onnx=folder,
-        log_level=level,  # type: ignore[arg-type]  # one of the literals
+        log_level=log_level,  # type: ignore[arg-type]  # one of the literals
         processes_on_host=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
     )

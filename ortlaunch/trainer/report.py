@@ -12,77 +12,87 @@ from typing import Any
 from transformers import Trainer
 
 from ortlaunch.json_types import Json
-from ortlaunch.ortmodule.deepspeed.gradient_norm import Applied
+from ortlaunch.ortmodule.deepspeed.gradient_norm import GradientNormProvider
 
-FILE = "ort_report.json"
+REPORT_FILE = "ort_report.json"
 
 
-def report_of(trainer: Trainer, counts: Json, fp16: Applied | None, substituted: str) -> Json:
+def training_report(
+    trainer: Trainer,
+    ort_report: Json,
+    gradient_norm_provider: GradientNormProvider | None,
+    substitution_reason: str,
+) -> Json:
     """Return the report of a training.
 
     Args:
         trainer: the trainer, after `train`.
-        counts: ORTModule's report.
-        fp16: the measurement of the gradients of DeepSpeed's optimizer; None without DeepSpeed.
-        substituted: why another optimizer than the requested one ran; empty if it ran.
+        ort_report: ORTModule's report.
+        gradient_norm_provider: the measurement of the gradients of DeepSpeed's optimizer; None without DeepSpeed.
+        substitution_reason: why another optimizer than the requested one ran; empty if it ran.
     """
-    used = _innermost(trainer.optimizer)
+    used_optimizer = _innermost_optimizer(trainer.optimizer)
     return {
-        "engine": "eager" if counts["fallbacks"] and not counts["forward_passes"] else "ort",
+        "engine": "eager"
+        if ort_report["fallbacks"] and not ort_report["forward_passes"]
+        else "ort",
         "evaluation": "PyTorch",
         "device": trainer.args.device.type,
         "ranks": trainer.args.world_size,
-        "sharding": _sharding(trainer),
+        "sharding": _sharding_name(trainer),
         "optimizer": {
             "requested": str(getattr(trainer.args.optim, "value", trainer.args.optim)),
-            "used": f"{type(used).__module__}.{type(used).__qualname__}",
-            "why": substituted or None,
+            "used": f"{type(used_optimizer).__module__}.{type(used_optimizer).__qualname__}",
+            "why": substitution_reason or None,
         },
-        "fp16_optimizer": fp16 and fp16._asdict(),
-        "onnxruntime": counts,
+        "fp16_optimizer": gradient_norm_provider and gradient_norm_provider._asdict(),
+        "onnxruntime": ort_report,
     }
 
 
-def write(report: Json, folder: str) -> None:
+def write_and_print_report(report: Json, output_folder: str) -> None:
     """Print a summary of the report, and write it into the folder."""
-    path = Path(folder) / FILE
+    path = Path(output_folder) / REPORT_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    for line in summary(report):
+    for line in summary_lines(report):
         print(f"ORTTrainer: {line}", flush=True)
     print(f"ORTTrainer: details in {path}", flush=True)
 
 
-def summary(report: Json) -> list[str]:
+def summary_lines(report: Json) -> list[str]:
     """Return the report in a few lines."""
-    ort = report["onnxruntime"]
+    ort_record = report["onnxruntime"]
     optimizer = report["optimizer"]
-    fp16 = report["fp16_optimizer"]
+    norm_record = report["fp16_optimizer"]
     lines = [
-        f"engine {report['engine']} on {ort['provider'] or 'no provider'}, "
+        f"engine {report['engine']} on {ort_record['provider'] or 'no provider'}, "
         f"{report['ranks']} process(es), sharding {report['sharding']}: "
-        f"{ort['forward_passes']} forward and {ort['backward_passes']} backward passes, "
-        f"{ort['exports']} exports, {ort['graphs_built']} graphs, {len(ort['repairs'])} repairs, "
-        f"{ort['fallbacks']} fallbacks; evaluation by {report['evaluation']}",
+        f"{ort_record['forward_passes']} forward and {ort_record['backward_passes']} backward passes, "
+        f"{ort_record['exports']} exports, {ort_record['graphs_built']} graphs, {len(ort_record['repairs'])} repairs, "
+        f"{ort_record['fallbacks']} fallbacks; evaluation by {report['evaluation']}",
         f"optimizer {optimizer['used']}"
         + (f", not {optimizer['requested']}: {optimizer['why']}" if optimizer["why"] else ""),
     ]
-    if fp16:
-        why = f": {fp16['why']}" if fp16["why"] else ""
-        lines.append(f"FP16_Optimizer by {fp16['by'] or 'nobody'}{why}")
-    lines += [f"fallback: {why}" for why in ort["fallback_reasons"]]
-    lines += [f"not repaired: {name}: {why}" for name, why in ort["repairs_not_applied"].items()]
-    return [*lines, *(f"note: {note}" for note in ort["notes"])]
+    if norm_record:
+        reason = f": {norm_record['why']}" if norm_record["why"] else ""
+        lines.append(f"FP16_Optimizer by {norm_record['by'] or 'nobody'}{reason}")
+    lines += [f"fallback: {reason}" for reason in ort_record["fallback_reasons"]]
+    lines += [
+        f"not repaired: {name}: {reason}"
+        for name, reason in ort_record["repairs_not_applied"].items()
+    ]
+    return [*lines, *(f"note: {note}" for note in ort_record["notes"])]
 
 
-def _sharding(trainer: Trainer) -> str:
+def _sharding_name(trainer: Trainer) -> str:
     if trainer.is_deepspeed_enabled:
         engine: Any = trainer.model_wrapped
         return f"DeepSpeed ZeRO {engine.zero_optimization_stage()}"
     return "DistributedDataParallel" if trainer.args.world_size > 1 else "none"
 
 
-def _innermost(optimizer: object) -> object:
+def _innermost_optimizer(optimizer: object) -> object:
     """Return the optimizer inside those of accelerate and DeepSpeed."""
-    inside = getattr(optimizer, "optimizer", None)
-    return optimizer if inside is None else _innermost(inside)
+    inner_optimizer = getattr(optimizer, "optimizer", None)
+    return optimizer if inner_optimizer is None else _innermost_optimizer(inner_optimizer)

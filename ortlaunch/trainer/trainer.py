@@ -22,11 +22,11 @@ from ortlaunch.errors import EngineError
 from ortlaunch.json_types import Json
 from ortlaunch.ortmodule import ORTModule, Settings, options, witness
 from ortlaunch.ortmodule.base.counters import tally
-from ortlaunch.ortmodule.deepspeed.gradient_norm import Applied
-from ortlaunch.ortmodule.fp16_optimizer import fuse
-from ortlaunch.ortmodule.fused_adam import why_too_large
-from ortlaunch.trainer.arguments import ADAMW_ORT_FUSED, settings_of
-from ortlaunch.trainer.report import report_of, write
+from ortlaunch.ortmodule.deepspeed.gradient_norm import GradientNormProvider
+from ortlaunch.ortmodule.fp16_optimizer import fuse_by_ort_or_own
+from ortlaunch.ortmodule.fused_adam import too_large_reason
+from ortlaunch.trainer.arguments import ADAMW_ORT_FUSED, ortmodule_settings
+from ortlaunch.trainer.report import training_report, write_and_print_report
 
 
 class ORTTrainer(Trainer):
@@ -50,18 +50,21 @@ class ORTTrainer(Trainer):
         settings: Settings | None = None,
         **kwargs: Any,
     ) -> None:
-        _warn_without_effect(feature=feature, onnx_model_path=onnx_model_path)
+        _warn_of_ignored_arguments(feature=feature, onnx_model_path=onnx_model_path)
         if tokenizer is not None:
             kwargs["processing_class"] = tokenizer
         self.settings = settings
         self.ort_module: ORTModule | None = None
         """The ORTModule of the newest `train`."""
-        self.fp16_optimizer: Applied | None = None
+        self.fp16_optimizer: GradientNormProvider | None = None
         """The measurement of gradients of DeepSpeed's optimizer; None without DeepSpeed."""
         super().__init__(*args, **kwargs)
-        outside = self.label_smoother is not None or getattr(self, "compute_loss_func", None)
-        if outside and (
-            _flag(self.args, "use_module_with_loss") or _flag(self.args, "loss_in_train")
+        has_outside_loss = self.label_smoother is not None or getattr(
+            self, "compute_loss_func", None
+        )
+        if has_outside_loss and (
+            _is_argument_true(self.args, "use_module_with_loss")
+            or _is_argument_true(self.args, "loss_in_train")
         ):
             warnings.warn(
                 "use_module_with_loss: label_smoothing_factor and compute_loss_func are computed by "
@@ -73,8 +76,10 @@ class ORTTrainer(Trainer):
         """Return what the newest `train` really ran, as in ort_report.json; empty before it."""
         if self.ort_module is None:
             return {}
-        why = _why_not_fused(self.args, self.model) if _is_fused(self.args) else ""
-        return report_of(self, self.ort_module.report(), self.fp16_optimizer, why)
+        refusal = (
+            _fused_adam_refusal(self.args, self.model) if _is_ort_fused_adam(self.args) else ""
+        )
+        return training_report(self, self.ort_module.report(), self.fp16_optimizer, refusal)
 
     def train(
         self, resume_from_checkpoint: Any = None, trial: Any = None, *args: Any, **kwargs: Any
@@ -85,28 +90,28 @@ class ORTTrainer(Trainer):
             EngineError: ONNX Runtime cannot train in this form of parallelism, or this model.
             MissingDependency: ONNX Runtime Training or its extensions are not installed.
         """
-        self._refuse()
-        options.prepare(self._settings())
-        witness.current().restart()
+        self._refuse_parallelism()
+        options.import_with_settings(self._ortmodule_settings())
+        witness.get_counting_witness().reset_counters()
         output = super().train(resume_from_checkpoint, trial, *args, **kwargs)
         if self.is_world_process_zero():
-            write(self.report(), self._get_output_dir(trial))
+            write_and_print_report(self.report(), self._get_output_dir(trial))
         return output
 
     def evaluate(self, *args: Any, inference_with_ort: bool | None = None, **kwargs: Any) -> Any:
         """Evaluate as Trainer does, in PyTorch."""
-        _warn_without_effect(inference_with_ort=inference_with_ort)
+        _warn_of_ignored_arguments(inference_with_ort=inference_with_ort)
         return super().evaluate(*args, **kwargs)
 
     def predict(self, *args: Any, inference_with_ort: bool | None = None, **kwargs: Any) -> Any:
         """Predict as Trainer does, in PyTorch."""
-        _warn_without_effect(inference_with_ort=inference_with_ort)
+        _warn_of_ignored_arguments(inference_with_ort=inference_with_ort)
         return super().predict(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator; it gets the ORTModule where Trainer gives it the model."""
         super().create_accelerator_and_postprocess()
-        prepare = functools.partial(self._prepare, self.accelerator.prepare)
+        prepare = functools.partial(self._prepare_with_ort_module, self.accelerator.prepare)
         setattr(self.accelerator, "prepare", prepare)  # noqa: B010  # a method
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -135,16 +140,16 @@ class ORTTrainer(Trainer):
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: TrainingArguments, model: Any = None) -> tuple[Any, Any]:
         """Return the class of the optimizer and its settings, as Trainer does."""
-        if not _is_fused(args):
-            theirs: tuple[Any, Any] = Trainer.get_optimizer_cls_and_kwargs(args, model)
-            return theirs
+        if not _is_ort_fused_adam(args):
+            trainer_choice: tuple[Any, Any] = Trainer.get_optimizer_cls_and_kwargs(args, model)
+            return trainer_choice
         settings: Json = {
             "lr": args.learning_rate,
             "betas": (args.adam_beta1, args.adam_beta2),
             "eps": args.adam_epsilon,
         }
-        if why := _why_not_fused(args, model):
-            tally.note(f"{ADAMW_ORT_FUSED}: torch's fused AdamW runs instead: {why}")
+        if refusal := _fused_adam_refusal(args, model):
+            tally.add_note_once(f"{ADAMW_ORT_FUSED}: torch's fused AdamW runs instead: {refusal}")
             return torch.optim.AdamW, {**settings, "fused": True}
         from onnxruntime.training.optim import FusedAdam
         from onnxruntime.training.optim.fused_adam import AdamWMode
@@ -152,33 +157,39 @@ class ORTTrainer(Trainer):
         # Weight decay as in torch.optim.AdamW.
         return FusedAdam, {**settings, "adam_w_mode": AdamWMode.ADAMW_TORCH}
 
-    def _settings(self) -> Settings:
-        return self.settings or settings_of(self.args)
+    def _ortmodule_settings(self) -> Settings:
+        return self.settings or ortmodule_settings(self.args)
 
-    def _refuse(self) -> None:
+    def _refuse_parallelism(self) -> None:
         """Raise an error for forms of parallelism in which ORTModule cannot train."""
-        wrong = ""
+        unsupported_form = ""
         if self.args.n_gpu > 1:
-            wrong = "DataParallel on several GPUs: start one process for each GPU, with torchrun"
+            unsupported_form = (
+                "DataParallel on several GPUs: start one process for each GPU, with torchrun"
+            )
         elif self.is_fsdp_enabled:
-            wrong = "FSDP: use DeepSpeed ZeRO 1 or 2"
+            unsupported_form = "FSDP: use DeepSpeed ZeRO 1 or 2"
         elif self.is_deepspeed_enabled and is_deepspeed_zero3_enabled():
-            wrong = "DeepSpeed ZeRO 3: use stage 1 or 2"
-        if wrong:
-            raise EngineError(f"ORTTrainer does not train with {wrong}, or transformers' Trainer")
+            unsupported_form = "DeepSpeed ZeRO 3: use stage 1 or 2"
+        if unsupported_form:
+            raise EngineError(
+                f"ORTTrainer does not train with {unsupported_form}, or transformers' Trainer"
+            )
 
-    def _prepare(self, prepare: Callable[..., Any], *objects: Any, **kwargs: Any) -> Any:
-        """Call accelerate's `prepare`, in training with the ORTModule instead of the model."""
-        if not self.is_in_train or not any(one is self.model for one in objects):
-            return prepare(*objects, **kwargs)
+    def _prepare_with_ort_module(
+        self, original_prepare: Callable[..., Any], *objects: Any, **kwargs: Any
+    ) -> Any:
+        """Call accelerate's `original_prepare`, in training with the ORTModule instead of the model."""
+        if not self.is_in_train or not any(item is self.model for item in objects):
+            return original_prepare(*objects, **kwargs)
         model: Any = self.model
-        _settle_configs(model)
+        _settle_model_configs(model)
         # Built here, because the model has its device, weights and frozen layers by now.
-        self.ort_module = ORTModule(model, self._settings())
-        wrapped = [self.ort_module if one is self.model else one for one in objects]
-        prepared = prepare(*wrapped, **kwargs)
+        self.ort_module = ORTModule(model, self._ortmodule_settings())
+        wrapped_objects = [self.ort_module if item is self.model else item for item in objects]
+        prepared = original_prepare(*wrapped_objects, **kwargs)
         if self.is_deepspeed_enabled:
-            self.fp16_optimizer = fuse(prepared[0].optimizer, self.args.device.type)
+            self.fp16_optimizer = fuse_by_ort_or_own(prepared[0].optimizer, self.args.device.type)
         return prepared
 
 
@@ -186,7 +197,7 @@ class ORTSeq2SeqTrainer(ORTTrainer, Seq2SeqTrainer):
     """transformers' Seq2SeqTrainer, trained by ONNX Runtime; `generate` runs in PyTorch."""
 
 
-def _settle_configs(model: torch.nn.Module) -> None:
+def _settle_model_configs(model: torch.nn.Module) -> None:
     """Switch off caches of keys and values, which no graph can return, and prepare the config.
 
     Trainer switches off the cache in the model's own config only; T5's decoder has another one.
@@ -202,26 +213,26 @@ def _settle_configs(model: torch.nn.Module) -> None:
         model.config.architectures = [type(model).__name__]
 
 
-def _flag(args: TrainingArguments, name: str) -> bool:
-    return bool(getattr(args, name, False))
+def _is_argument_true(args: TrainingArguments, argument_name: str) -> bool:
+    return bool(getattr(args, argument_name, False))
 
 
-def _is_fused(args: TrainingArguments) -> bool:
+def _is_ort_fused_adam(args: TrainingArguments) -> bool:
     return str(args.optim) == ADAMW_ORT_FUSED
 
 
-def _why_not_fused(args: TrainingArguments, model: Any) -> str:
+def _fused_adam_refusal(args: TrainingArguments, model: Any) -> str:
     """Return why ONNX Runtime's FusedAdam cannot train the model; empty if it can."""
     # By the arguments' device: DeepSpeed moves the parameters later.
     if args.device.type != "cuda":
         return "ONNX Runtime's is for CUDA only"
     sizes = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
     # DeepSpeed flattens them into one tensor.
-    return why_too_large([sum(sizes)] if args.deepspeed else sizes)
+    return too_large_reason([sum(sizes)] if args.deepspeed else sizes)
 
 
-def _warn_without_effect(**given: object) -> None:
-    for name, value in given.items():
+def _warn_of_ignored_arguments(**arguments: object) -> None:
+    for name, value in arguments.items():
         if value is not None:
             warnings.warn(
                 f"{name}={value!r} has no effect: evaluation and prediction run in PyTorch, and "

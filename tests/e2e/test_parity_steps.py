@@ -156,9 +156,9 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
     (home / "parity_toys.py").write_text(TOYS)
     (home / "cache").mkdir()
     # The build is slow, so that all tests share it.
-    if extensions.missing():
+    if extensions.missing_extensions():
         subprocess.run([sys.executable, "-m", extensions.__name__], check=True, timeout=280)
-    (home / "cache" / "extensions").symlink_to(extensions.cache_dir().parent.resolve())
+    (home / "cache" / "extensions").symlink_to(extensions.extension_cache_folder().parent.resolve())
 
     def run(verb: str, folder: str, changes: dict[str, Any], *arguments: str) -> Run:
         (home / f"{folder}.yaml").write_text(yaml.safe_dump(merged(TOY, changes)))

@@ -26,14 +26,14 @@ def _every_repair_is_in_force() -> None:
 
     Without one, tests fail or end the process, and do not say why.
     """
-    assert registry.not_applied() == {}
+    assert registry.unapplied_repair_reasons() == {}
 
 
 @pytest.fixture
 def witness(built: None) -> Witness:
     """An installed witness, which counts the passes that ORT runs in this test."""
     witness = Witness()
-    witness.install()
+    witness.start_counting()
     return witness
 
 

@@ -13,7 +13,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from ortlaunch.ortmodule import ORTModule
-from ortlaunch.ortmodule.base.graph import Graph
+from ortlaunch.ortmodule.base.graph import GraphContents
 from ortlaunch.ortmodule.witness import Witness
 from ortlaunch.recipe.fields.engine import Engine
 from ortlaunch.recipe.rules.rules import broken, device_rules
@@ -159,7 +159,7 @@ def stepped(module: nn.Module, **settings: Any) -> Any:
     return ours
 
 
-def executed(witness: Witness, module: nn.Module, **settings: Any) -> Graph:
+def executed(witness: Witness, module: nn.Module, **settings: Any) -> GraphContents:
     """Return the training graph of such a pass, after a check that its gradients equal eager's."""
     # A copy made before, because ORT's pass leaves gradients in the module.
     eager = copy.deepcopy(module)

@@ -15,7 +15,7 @@ from ortlaunch import machine
 from ortlaunch.errors import EngineError
 from ortlaunch.ortmodule import options
 from ortlaunch.ortmodule.base import registry
-from ortlaunch.ortmodule.base.graph import size
+from ortlaunch.ortmodule.base.graph import node_count
 from ortlaunch.ortmodule.build import extensions
 from ortlaunch.ortmodule.witness import Witness
 from ortlaunch.recipe.fields.engine import Engine
@@ -73,7 +73,7 @@ class Wide(Words):
 
     def __init__(self) -> None:
         super().__init__()
-        # 256 is torch_kernels.WIDTH.
+        # 256 is torch_kernels.LEAST_MATRIX_WIDTH.
         self.second = nn.Sequential(nn.Linear(32, 256), nn.Linear(256, 256), nn.Linear(256, 16))
 
 
@@ -108,9 +108,9 @@ class Copied(Words):
 
 def memory_optimization(witness: Witness, tmp_path: Path, capfd: Any) -> None:
     kept, recomputed = (executed(witness, Words(), memory_optimization=level) for level in (0, 1))
-    assert size(recomputed.forward) <= size(kept.forward)
+    assert node_count(recomputed.forward) <= node_count(kept.forward)
     # The backward pass has the recomputed nodes, not merged with those of the forward pass.
-    assert size(recomputed.backward) > size(kept.backward) + 5
+    assert node_count(recomputed.backward) > node_count(kept.backward) + 5
     assert recomputed.backward["LayerNormalization"] == recomputed.backward["Gelu"] == 1
 
 
@@ -123,7 +123,7 @@ def memory_optimization_config(witness: Witness, tmp_path: Path, capfd: Any) -> 
     # ORT's keys are cluster:strategy:count; -1 recomputes all occurrences.
     cluster = next(iter(known)).split(",")[0].rsplit(":", 1)[0]
     recomputed = executed(witness, Words(), memory_optimization_config=[f"{cluster}:-1"])
-    assert size(recomputed.backward) > size(kept.backward)
+    assert node_count(recomputed.backward) > node_count(kept.backward)
     # A level and a list contradict each other.
     assert "chooses the subgraphs itself" in refused(
         memory_optimization=1, memory_optimization_config=["A:1:-1"]
@@ -132,13 +132,13 @@ def memory_optimization_config(witness: Witness, tmp_path: Path, capfd: Any) -> 
 
 
 def memory_efficient_grad_management(witness: Witness, tmp_path: Path, capfd: Any) -> None:
-    if extensions.interop_refusal():
+    if extensions.interop_refusal_reason():
         refuses_without_interop(memory_efficient_grad_management=True)
         return
     graph = executed(witness, Words(), memory_efficient_grad_management=True)
     # Each parameter's gradient reaches it by a call of Python.
     assert sum(graph.python.values()) >= len(list(Words().parameters()))
-    assert "fix_grad_management_device" in registry.applied()
+    assert "fix_grad_management_device" in registry.applied_repairs()
 
 
 def compute_optimizer(witness: Witness, tmp_path: Path, capfd: Any) -> None:
@@ -159,7 +159,7 @@ def sparsity_optimizer(witness: Witness, tmp_path: Path, capfd: Any) -> None:
     off, on = (
         executed(witness, FewLabels(), sparsity_optimizer=wanted) for wanted in (False, None)
     )
-    if extensions.interop_refusal():
+    if extensions.interop_refusal_reason():
         refuses_without_interop(sparsity_optimizer=True)
     assert on.forward["ShrunkenGather"] > off.forward["ShrunkenGather"] == 0
 
@@ -168,26 +168,26 @@ def print_input_density(witness: Witness, tmp_path: Path, capfd: Any) -> None:
     assert "without sparsity_optimizer" in refused(
         print_input_density=True, sparsity_optimizer=False
     )
-    if extensions.interop_refusal():
+    if extensions.interop_refusal_reason():
         refuses_without_interop(print_input_density=True)
         return
     silent, printing = (
         executed(witness, FewLabels(), print_input_density=wanted) for wanted in (False, True)
     )
-    assert size(printing.python) > size(silent.python)
+    assert node_count(printing.python) > node_count(silent.python)
     assert "label tensor density" in capfd.readouterr().out
 
 
 def custom_autograd(witness: Witness, tmp_path: Path, capfd: Any) -> None:
     # Inlined: no call of Python is left in the graph.
     assert not executed(witness, Custom(), custom_autograd="inline").python
-    if extensions.interop_refusal():
+    if extensions.interop_refusal_reason():
         refuses_without_interop(custom_autograd="python")
         with pytest.raises(Exception, match="Couldn't export Python operator Doubled"):
             stepped(Custom())
         return
     # One call in the forward and one in the backward pass.
-    assert size(executed(witness, Custom(), custom_autograd="python").python) == 2
+    assert node_count(executed(witness, Custom(), custom_autograd="python").python) == 2
 
 
 def torch_matmul(witness: Witness, tmp_path: Path, capfd: Any) -> None:
@@ -266,7 +266,7 @@ def save_onnx(witness: Witness, tmp_path: Path, capfd: Any) -> None:
     stepped(Words(), save_onnx=str(tmp_path / "graphs"))
     saved = onnx.load(tmp_path / "graphs" / "rank_00000_execution_model_training.onnx")
     graph = witness.graphs[-1]
-    assert len(saved.graph.node) - 1 == size(graph.forward) + size(graph.backward)
+    assert len(saved.graph.node) - 1 == node_count(graph.forward) + node_count(graph.backward)
     (tmp_path / "file").write_text("")
     # A folder below a regular file cannot be created.
     with pytest.raises(EngineError, match=r"Settings\.save_onnx: cannot write"):
@@ -374,7 +374,7 @@ def test_no_copy_for_the_export_where_two_would_not_fit(
         Copied.copies = 0
         stepped(Copied())
         assert (Copied.copies > 0) == used
-        assert options.report()["deepcopy_before_export"] == {
+        assert options.decisions_record()["deepcopy_before_export"] == {
             "used": used, "parameter_bytes": size, "free_bytes": free, "limit": "a group", "limit_bytes": 1 << 30
         }  # fmt: skip
 
@@ -399,10 +399,10 @@ def test_training_sessions_are_those_that_are_needed(
 
 def test_free_memory_is_divided_by_the_ranks_of_a_host() -> None:
     """Free memory is shared by the ranks of a host, because each rank exports its own copy."""
-    alone = options._limit_of(Words(), 1).free_bytes
+    alone = options._tightest_memory_limit(Words(), 1).free_bytes
     # More than 1 MiB, so that the comparison below means something.
     assert alone > 2**20
-    assert options._limit_of(Words(), 4).free_bytes < alone / 2
+    assert options._tightest_memory_limit(Words(), 4).free_bytes < alone / 2
 
 
 def test_a_variable_from_outside_changes_nothing(

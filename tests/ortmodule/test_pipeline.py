@@ -14,11 +14,11 @@ ALL = (*compat._BEFORE_IMPORT, *compat._AFTER_IMPORT, *REPAIRS)
 STEPS = {
     name
     for table in (
-        pipeline._CONTEXTS,
-        pipeline._TRACE,
-        pipeline._PASSES,
-        pipeline._GRADIENTS,
-        pipeline._VERDICTS,
+        pipeline._CONTEXT_STEPS,
+        pipeline._TRACE_STEPS,
+        pipeline._GRAPH_STEPS,
+        pipeline._GRADIENT_STEPS,
+        pipeline._VERDICT_STEPS,
     )
     for name, _ in table
 }
@@ -32,5 +32,5 @@ def test_every_step_is_a_repairs_and_every_repair_does_something() -> None:
     idle = {
         repair.name for repair in ALL if repair.install is Repair._field_defaults["install"]
     } - STEPS
-    # pipeline._traced and attention_forms.attention check these two by name.
+    # pipeline._trace_with_retries and attention_forms.attention check these two by name.
     assert idle == {"ignore_ort_export_cache", "export_sdpa_dropout"}

@@ -159,10 +159,13 @@ def test_autocast_is_part_of_a_call() -> None:
         model(X)
     manager = manager_of(model)
     key = manager._ortlaunch_key
-    call = graphs._call(manager, (X,), {})
-    assert key.difference(manager, call) == ""
+    call = graphs._describe_pass(manager, (X,), {})
+    assert key.difference_from_call(manager, call) == ""
     with torch.autocast("cpu", torch.bfloat16):
-        assert key.difference(manager, graphs._call(manager, (X,), {})) == "the call"
+        assert (
+            key.difference_from_call(manager, graphs._describe_pass(manager, (X,), {}))
+            == "the call"
+        )
 
 
 def test_backward_after_another_forward() -> None:
@@ -327,8 +330,8 @@ def test_every_repair_is_tested_and_applied() -> None:
     # test_setting_repairs.py tests this one.
     elsewhere = {"fix_grad_management_device"}
     assert {repair.name for repair in REPAIRS} == WITHOUT.keys() | elsewhere
-    assert WITHOUT.keys() <= set(registry.applied())
-    assert not WITHOUT.keys() & registry.not_applied().keys()
+    assert WITHOUT.keys() <= set(registry.applied_repairs())
+    assert not WITHOUT.keys() & registry.unapplied_repair_reasons().keys()
 
 
 def test_an_unknown_source_is_left_alone_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,18 +340,18 @@ def test_an_unknown_source_is_left_alone_and_told(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(registry, "_not_applied", {})
     changed = f"{source_guard.TRANSITION}._export_model"
     # The hash of no source.
-    monkeypatch.setitem(source_guard.KNOWN, changed, "0" * 16)
+    monkeypatch.setitem(source_guard.KNOWN_SOURCE_HASHES, changed, "0" * 16)
     monkeypatch.setattr(
         repairs, "REPAIRS", [repair for repair in REPAIRS if changed in repair.sources]
     )
     apply_repairs()
-    assert registry.applied() == ()
-    assert "skip_frozen_gradients" in registry.not_applied()
-    assert set(registry.not_applied().values()) == {
+    assert registry.applied_repairs() == ()
+    assert "skip_frozen_gradients" in registry.unapplied_repair_reasons()
+    assert set(registry.unapplied_repair_reasons().values()) == {
         f"the source of {changed} is not that of 1.19.2"
     }
     monkeypatch.setattr(registry, "_not_applied", {})
     # Another version refuses every repair, whatever its sources.
     monkeypatch.setattr("onnxruntime.__version__", "1.20.0")
     apply_repairs()
-    assert "1.20.0 is installed" in registry.not_applied()["keep_buffers_exact"]
+    assert "1.20.0 is installed" in registry.unapplied_repair_reasons()["keep_buffers_exact"]

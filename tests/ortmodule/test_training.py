@@ -213,7 +213,7 @@ def test_a_custom_backward_is_called_or_refused(witness: Witness) -> None:
     x = torch.ones(2, 4)
     module = wrapped(model)
     # Without ORT's extension custom functions are refused.
-    if "disable_custom_autograd" in registry.applied():
+    if "disable_custom_autograd" in registry.applied_repairs():
         with pytest.raises(Exception, match="Couldn't export Python operator Reverse"):
             module(x)
     else:

@@ -14,10 +14,10 @@ from torch import nn
 
 from ortlaunch.errors import EngineError
 from ortlaunch.ortmodule import witness as witnesses
-from ortlaunch.ortmodule.base.graph import size
+from ortlaunch.ortmodule.base.graph import node_count
 from ortlaunch.ortmodule.base.placement import nodes_by_provider
 from ortlaunch.ortmodule.build import cuda_libraries
-from ortlaunch.ortmodule.module import _on_its_device
+from ortlaunch.ortmodule.module import _raise_if_on_cpu
 from ortlaunch.ortmodule.witness import Witness
 from tests.ort import needs_ort
 from tests.ortmodule.modules import (
@@ -95,7 +95,7 @@ def test_counted_nodes_are_those_that_onnx_runtime_ran(
     both(IDS).backward()
     graph = witness.graphs[-1]
     assert profiled(both) == graph.forward + graph.backward
-    assert graph.nodes_run == size(graph.forward + graph.backward)
+    assert graph.nodes_run == node_count(graph.forward + graph.backward)
 
 
 def test_evaluation_is_counted_with_its_own_graph(witness: Witness, profiling: None) -> None:
@@ -106,14 +106,14 @@ def test_evaluation_is_counted_with_its_own_graph(witness: Witness, profiling: N
     module.eval()
     with torch.no_grad():
         module(IDS)
-    counts = witness.counts()
+    counts = witness.counts_record()
     # One for training and one for evaluation.
     assert counts["graphs_built"] == 2
     assert profiled(module, training=False) == witness.graphs[-1].forward
     graph = counts["training_graph"]
     evaluation = counts["evaluation_graph"]
     run = 3 * (graph["forward_nodes"] + graph["backward_nodes"]) + evaluation["forward_nodes"]
-    assert counts["nodes_run"] == run == size(profiled(module)) + evaluation["forward_nodes"]
+    assert counts["nodes_run"] == run == node_count(profiled(module)) + evaluation["forward_nodes"]
 
 
 def test_calls_out_of_onnx_runtime_are_named(witness: Witness) -> None:
@@ -127,18 +127,18 @@ def test_calls_out_of_onnx_runtime_are_named(witness: Witness) -> None:
         native_layer_norm=1,
         native_layer_norm_backward=1,
     )
-    assert graph.describe()["python"] == {}
+    assert graph.graph_record()["python"] == {}
 
 
 def test_a_restart_keeps_what_was_built(witness: Witness) -> None:
     """A restart resets the passes and keeps the graphs."""
     module = stepped(Words())
     # As after the trial pass of a run, which is not a step.
-    witness.restart()
-    counts = witness.counts()
+    witness.reset_counters()
+    counts = witness.counts_record()
     assert (counts["forward_passes"], counts["nodes_run"]) == (0, 0)
     module(IDS)
-    assert witness.counts()["nodes_run"] == counts["training_graph"]["forward_nodes"] > 0
+    assert witness.counts_record()["nodes_run"] == counts["training_graph"]["forward_nodes"] > 0
 
 
 def test_each_node_is_counted_on_its_execution_provider(
@@ -159,19 +159,21 @@ def test_each_node_is_counted_on_its_execution_provider(
     monkeypatch.setattr(witnesses, "_is_memory_efficient", place)
     module = wrapped(nn.Sequential(Words(), Reversed()))
     module(IDS).backward()
-    graph = witness.counts()["training_graph"]
+    graph = witness.counts_record()["training_graph"]
     assert graph["python"]
     assert graph["provider"] == "CPUExecutionProvider"
     nodes = {"CPUExecutionProvider": graph["forward_nodes"] + graph["backward_nodes"]}
     assert placed == [graph["nodes_by_provider"]] == [nodes]
     module(IDS).backward()
-    assert witness.counts()["backward_passes"] == 2
+    assert witness.counts_record()["backward_passes"] == 2
 
 
 def test_a_session_that_is_not_on_its_gpu_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CUDA model's session on the CPU is an error with the missing library and the command."""
     monkeypatch.setattr(
-        cuda_libraries, "check", lambda: 'libcudnn.so.8. Type: pip install "ortlaunch[ort-cuda]"'
+        cuda_libraries,
+        "check_gpu_in_subprocess",
+        lambda: 'libcudnn.so.8. Type: pip install "ortlaunch[ort-cuda]"',
     )
     # In place of a session whose CUDA provider was not loaded.
     session = SimpleNamespace(get_providers=lambda: ["CPUExecutionProvider"])
@@ -182,4 +184,4 @@ def test_a_session_that_is_not_on_its_gpu_ends_the_run(monkeypatch: pytest.Monke
     with pytest.raises(
         EngineError, match=r"session runs on CPUExecutionProvider: libcudnn.so.8. Type: pip install"
     ):
-        _on_its_device(lambda manager: None, manager)
+        _raise_if_on_cpu(lambda manager: None, manager)

@@ -251,7 +251,7 @@ def test_arguments_of_optimum(tmp_path: Path) -> None:
     assert args.optim == "adamw_ort_fused"
     with pytest.warns(UserWarning, match="label_smoothing_factor and compute_loss_func are comp"):
         trainer = ORTTrainer(tiny.bert(), args)
-    settings = trainer._settings()
+    settings = trainer._ortmodule_settings()
     assert (settings.log_level, settings.save_onnx) == ("info", str(tmp_path / "mine"))
     with (
         pytest.warns(UserWarning, match="feature='masked-lm' has no effect"),

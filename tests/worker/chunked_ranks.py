@@ -127,10 +127,10 @@ def main() -> None:
     """Run every requested case, and write the results on rank 0."""
     file, *asked = sys.argv[1:]
     if any(text.startswith("ort") for text in asked):
-        from ortlaunch.ortmodule.options import prepare
+        from ortlaunch.ortmodule.options import import_with_settings
         from tests.makers import recipe
 
-        prepare(recipe(engine={"name": "ort"}).engine)
+        import_with_settings(recipe(engine={"name": "ort"}).engine)
     import deepspeed
 
     from ortlaunch.rank import Rank

@@ -99,7 +99,7 @@ def tried(make: Callable[[], Any], long: bool = False) -> dict[str, Any]:
     from ortlaunch.ortmodule.torch_in_graph import torch_kernels
 
     # The cases are small: torch computes their matmuls, as it does at the widths of real models.
-    torch_kernels.WIDTH = 1
+    torch_kernels.LEAST_MATRIX_WIDTH = 1
     if long:
         machine.FUSED_ATTENTION_SCORES = 1
     torch.manual_seed(0)
@@ -110,7 +110,7 @@ def tried(make: Callable[[], Any], long: bool = False) -> dict[str, Any]:
         theirs = steps(eager, eager, inputs)
     except Exception as error:
         return {"state": "no case", "why": brief(error)}
-    torch_calls.restart()
+    torch_calls.reset_counters()
     try:
         ours, named = advised(model, inputs)
     except Exception as error:
@@ -118,7 +118,7 @@ def tried(make: Callable[[], Any], long: bool = False) -> dict[str, Any]:
     worst = max(difference(a, b) for a, b in zip(ours, theirs))
     # Rounding may separate two correct results: float64 then decides which of them is off.
     exact = bound(model, inputs, ours, theirs) if worst > LIMIT else []
-    operators = {name: found.forward for name, found in torch_calls.calls_from_graph().items()}
+    operators = {name: found.forward for name, found in torch_calls.counts_of_called().items()}
     near = exact and all(mine <= max(LIMIT, 4 * eager) for mine, eager in exact)
     state = "trains" if worst <= LIMIT or near else "differs"
     # Only the written nets record whether they would train without torch operators.

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ortlaunch.ortmodule.base.patching import wrap_method
-from ortlaunch.ortmodule.base.source_guard import MANAGER, owner
+from ortlaunch.ortmodule.base.source_guard import MANAGER, function_owner
 
 if TYPE_CHECKING:
     from ortlaunch.ortmodule.base.ort_types import AnyFunction, Manager
 
-_ADDRESSES = ("_torch_alloc", "_torch_free", "_torch_empty_cache")
-_OF_THE_GRAPH = ("_ortlaunch_key", "_ortlaunch_norms", "_ortlaunch_facts")
+_ALLOCATOR_ADDRESSES = ("_torch_alloc", "_torch_free", "_torch_empty_cache")
+_GRAPH_ATTRIBUTES = ("_ortlaunch_key", "_ortlaunch_norms", "_ortlaunch_facts")
 
 
 def fix_deepcopy_and_pickle() -> None:
@@ -20,13 +20,13 @@ def fix_deepcopy_and_pickle() -> None:
     ORT's `__getstate__` deletes the addresses of CUDA's allocator, and fails where they do not
     exist.
     """
-    wrap_method(owner(MANAGER), "__getstate__", _state)
+    wrap_method(function_owner(MANAGER), "__getstate__", _picklable_state)
 
 
-def _state(original: AnyFunction, manager: Manager) -> dict[str, object]:
-    for name in _ADDRESSES:
+def _picklable_state(original: AnyFunction, manager: Manager) -> dict[str, object]:
+    for name in _ALLOCATOR_ADDRESSES:
         # ORT deletes these attributes from the state without a check that they exist.
         vars(manager).setdefault(name, None)
     state = original(manager)
     # The copy builds its own graph, so facts about the original's graph would be wrong for it.
-    return {name: value for name, value in state.items() if name not in _OF_THE_GRAPH}
+    return {name: value for name, value in state.items() if name not in _GRAPH_ATTRIBUTES}

@@ -32,12 +32,12 @@ class Tally:
     # A list and not a set, so that notes are printed in the order in which they arose.
     notes: list[str] = field(default_factory=list)
 
-    def note(self, text: str) -> None:
+    def add_note_once(self, text: str) -> None:
         """Add a note, once."""
         if text not in self.notes:
             self.notes.append(text)
 
-    def truth(self) -> Json:
+    def counts_record(self) -> Json:
         """Return the counts for engine.json."""
         # Milliseconds are exact enough for a file that people read.
         return {**asdict(self), "export_seconds": round(self.export_seconds, 3)}

@@ -19,11 +19,11 @@ _NAMES = """
     SimplifiedLayerNormalization Sin Slice Softmax SoftmaxCrossEntropyLoss SoftmaxCrossEntropyLossInternal Split Sqrt
     Squeeze Sub Tanh Tile TopK Transpose Trilu Unsqueeze Where
 """
-_DERIVED = frozenset(_NAMES.split())
+_DERIVED_OPERATORS = frozenset(_NAMES.split())
 # No operator has as many inputs: stands for "all of them".
-_EVERY = range(99)
+_ALL_POSITIONS = range(99)
 # Inputs, by position, that get no gradient, such as indices, shapes and masks.
-STOPS: dict[str, Sequence[int]] = {
+INPUTS_WITHOUT_GRADIENT: dict[str, Sequence[int]] = {
     "Pow": (1,),
     "Gather": (1,),
     "GatherElements": (1,),
@@ -54,173 +54,207 @@ STOPS: dict[str, Sequence[int]] = {
             "Less", "LessOrEqual", "NonZero", "Not", "OneHot", "Or", "RandomNormalLike", "RandomUniformLike", "Range",
             "Shape", "Size", "Xor",
         ),
-        _EVERY,
+        _ALL_POSITIONS,
     ),
 }  # fmt: skip
 # Inputs for which torch computes a gradient and ORT does not: the exponent, the bounds.
-_CUT: dict[str, Sequence[int]] = {"Pow": (1,), "Clip": (1, 2)}
-# Gradients of a scatter are right or wrong by its `reduction` (see Gradients._cut).
-_PARTLY = {*_CUT, "ScatterElements", "ScatterND"}
-SILENT = {*_PARTLY, "LeakyRelu"}
+_WRONG_INPUTS: dict[str, Sequence[int]] = {"Pow": (1,), "Clip": (1, 2)}
+# Gradients of a scatter are right or wrong by its `reduction` (see GradientPaths._inputs_with_wrong_gradient).
+_PARTLY_CORRECT = {*_WRONG_INPUTS, "ScatterElements", "ScatterND"}
+SILENTLY_WRONG = {*_PARTLY_CORRECT, "LeakyRelu"}
 """Operators whose gradient may be wrong without an error from ORT."""
 _FLOATS = ("Float", "Double", "Half", "BFloat16")
 
 
-class Gradients:
+class GradientPaths:
     """The paths of gradients of the model's weights and inputs in a graph that is being written.
 
     is_trained: whether an input of the graph, by name, gets a gradient.
     device: cpu or cuda; their kernels differ.
     """
 
-    def __init__(self, is_trained: Callable[[str], bool], device: str) -> None:
+    def __init__(self, is_trained: Callable[[str], bool], device_type: str) -> None:
         self._is_trained = is_trained
-        self._device = device
-        self._known: dict[int, bool] = {}
+        self._device = device_type
+        self._reached_by_id: dict[int, bool] = {}
 
-    def reach(self, value: torch.Value) -> bool:
+    def reaches_trained_input(self, value: torch.Value) -> bool:
         """Return whether a value of the graph depends, with a gradient, on a trained input."""
         pending = [value]
         while pending:
-            found = pending[-1]
-            ask = (
+            current_value = pending[-1]
+            unresolved_inputs = (
                 []
-                if found.unique() in self._known
-                else [i for i in _given(found) if i.unique() not in self._known]
+                if current_value.unique() in self._reached_by_id
+                else [
+                    i
+                    for i in _differentiable_inputs(current_value)
+                    if i.unique() not in self._reached_by_id
+                ]
             )
-            if ask:
-                pending += ask
+            if unresolved_inputs:
+                pending += unresolved_inputs
                 continue
             pending.pop()
-            if found.unique() not in self._known:
-                self._known[found.unique()] = self._one(found)
-        return self._known[value.unique()]
+            if current_value.unique() not in self._reached_by_id:
+                self._reached_by_id[current_value.unique()] = self._depends_on_trained(
+                    current_value
+                )
+        return self._reached_by_id[value.unique()]
 
-    def _one(self, value: torch.Value) -> bool:
+    def _depends_on_trained(self, value: torch.Value) -> bool:
         """Return whether a value with known inputs depends on a trained input."""
         if value.node().kind() == "prim::Param":
             return self._is_trained(value.debugName())
-        return any(self._known[given.unique()] for given in _given(value))
+        return any(
+            self._reached_by_id[input_value.unique()]
+            for input_value in _differentiable_inputs(value)
+        )
 
-    def lost(self, written: Sequence[torch.Node], outputs: Iterable[torch.Value | None]) -> str:
+    def first_blocking_operator(
+        self, new_nodes: Sequence[torch.Node], outputs: Iterable[torch.Value | None]
+    ) -> str:
         """Return the first ONNX operator among new nodes that blocks ORT's gradient, or "".
 
-        written: nodes that the exporter has just written.
+        new_nodes: nodes that the exporter has just written.
         outputs: results of these nodes.
         """
-        if all(_is_derived(node, self._device) and _name(node) not in _PARTLY for node in written):
+        if all(
+            _has_correct_gradient(node, self._device)
+            and _operator_name(node) not in _PARTLY_CORRECT
+            for node in new_nodes
+        ):
             return ""
         # The search ends at the new nodes: older ones were checked when they were written.
-        own = {value.unique() for node in written for value in node.outputs()}
+        new_value_ids = {value.unique() for node in new_nodes for value in node.outputs()}
         pending = [value for value in outputs if value is not None and _is_float(value)]
-        seen: set[int] = set()
+        visited_ids: set[int] = set()
         while pending:
             value = pending.pop()
-            if value.unique() in seen or value.unique() not in own:
+            if value.unique() in visited_ids or value.unique() not in new_value_ids:
                 continue
-            seen.add(value.unique())
-            given = list(_given(value))
-            lost = self._cut(value.node()) if _is_derived(value.node(), self._device) else given
-            if any(map(self.reach, lost)):
-                return _name(value.node())
-            pending += given
+            visited_ids.add(value.unique())
+            input_values = list(_differentiable_inputs(value))
+            lost_inputs = (
+                self._inputs_with_wrong_gradient(value.node())
+                if _has_correct_gradient(value.node(), self._device)
+                else input_values
+            )
+            if any(map(self.reaches_trained_input, lost_inputs)):
+                return _operator_name(value.node())
+            pending += input_values
         return ""
 
-    def _cut(self, node: torch.Node) -> list[torch.Value]:
+    def _inputs_with_wrong_gradient(self, node: torch.Node) -> list[torch.Value]:
         """Return the inputs of a derived operator whose gradient ORT omits or computes wrongly."""
-        name = _name(node)
+        name = _operator_name(node)
         inputs = list(node.inputs())
         # ORT does not sum up the gradient of a broadcast exponent or base.
-        if name == "Pow" and not _is_scalar(inputs[1]):
+        if name == "Pow" and not _is_nonzero_number(inputs[1]):
             return inputs
         if name in ("ScatterElements", "ScatterND") and "reduction" in node.attributeNames():
             # Other reductions (mul, min, max) have no correct gradient at all.
-            return {"none": [], "add": inputs[:1]}.get(_text(node, "reduction", "none"), inputs)
-        return [inputs[place] for place in _CUT.get(name, ()) if place < len(inputs)]
+            return {"none": [], "add": inputs[:1]}.get(
+                _text_attribute(node, "reduction", "none"), inputs
+            )
+        return [
+            inputs[position] for position in _WRONG_INPUTS.get(name, ()) if position < len(inputs)
+        ]
 
 
-def is_valid(node: torch.Node) -> bool:
+def is_valid_onnx(node: torch.Node) -> bool:
     """Return whether a node that the exporter wrote is valid ONNX.
 
     The exporter also writes a LayerNormalization without weights, and negative dimensions.
     """
-    if _name(node) == "Transpose" and "perm" in node.attributeNames():
+    if _operator_name(node) == "Transpose" and "perm" in node.attributeNames():
         return min(getattr(node, "is")("perm"), default=0) >= 0
-    return _name(node) != "LayerNormalization" or not any(
-        given.node().mustBeNone() for given in node.inputs()
+    return _operator_name(node) != "LayerNormalization" or not any(
+        input_value.node().mustBeNone() for input_value in node.inputs()
     )
 
 
-def _is_derived(node: torch.Node, device: str) -> bool:
+def _has_correct_gradient(node: torch.Node, device_type: str) -> bool:
     """Return whether ORT derives a node correctly, by its operator, attributes and rank.
 
     ORT's gradient builders and kernels ignore some attributes of their operators.
     """
-    name = _name(node)
+    name = _operator_name(node)
     if (
         # ORT's gradient takes the sign of the output, which equals the input's only for alpha >= 0.
         name == "LeakyRelu" and "alpha" in node.attributeNames()
     ):
         return bool(node.f("alpha") >= 0)
     if name in ("GRU", "LSTM"):
-        return _text(node, "direction", "forward") == "forward"
+        return _text_attribute(node, "direction", "forward") == "forward"
     # Without a bias the gradient node has two outputs of one name.
     if name == "LayerNormalization":
-        return len(list(node.inputs())) > 2 and is_valid(node)
+        return len(list(node.inputs())) > 2 and is_valid_onnx(node)
     # Without keepdims their gradient uses an Unsqueeze of an older opset.
     if name in ("ReduceL2", "ReduceLogSumExp"):
         return "keepdims" not in node.attributeNames() or bool(node.i("keepdims"))
     if name == "Pad":
-        return _text(node, "mode", "constant") == "constant"
+        return _text_attribute(node, "mode", "constant") == "constant"
     if name in (
         "AveragePool",
         "MaxPool",
     ):
         # For other ranks, or with the positions as second output, ORT gives a wrong shape or
         # crashes.
-        return _rank(node) == 4 and node.outputsSize() == 1
+        return _first_input_rank(node) == 4 and node.outputsSize() == 1
     if name == "ConvTranspose":
-        return device != "cpu"
+        return device_type != "cpu"
     if name == "Conv" and "group" in node.attributeNames() and int(node.i("group")) > 1:
         # On the CPU, the gradient of a grouped Conv3d overwrites other tensors.
-        return device != "cpu" or _rank(node) != 5
-    return name in _DERIVED
+        return device_type != "cpu" or _first_input_rank(node) != 5
+    return name in _DERIVED_OPERATORS
 
 
-def _text(node: torch.Node, attribute: str, default: str) -> str:
-    return str(node.s(attribute)) if attribute in node.attributeNames() else default
+def _text_attribute(node: torch.Node, attribute_name: str, default_text: str) -> str:
+    return str(node.s(attribute_name)) if attribute_name in node.attributeNames() else default_text
 
 
-def _rank(node: torch.Node) -> int | None:
+def _first_input_rank(node: torch.Node) -> int | None:
     """Return the rank of a node's first input, or None if it is unknown."""
-    kind = next(node.inputs()).type()
-    rank: int | None = kind.dim() if isinstance(kind, torch._C.TensorType) else None
+    value_type = next(node.inputs()).type()
+    rank: int | None = value_type.dim() if isinstance(value_type, torch._C.TensorType) else None
     return rank
 
 
-def _given(value: torch.Value) -> list[torch.Value]:
+def _differentiable_inputs(value: torch.Value) -> list[torch.Value]:
     """Return the values that a value is computed from, where a gradient can pass."""
     node = value.node()
     # An If has no data inputs: its branches use values of the surrounding graph.
     if any(True for _ in node.blocks()):
         return [
-            given for block in node.blocks() for inner in block.nodes() for given in inner.inputs()
+            input_value
+            for block in node.blocks()
+            for inner in block.nodes()
+            for input_value in inner.inputs()
         ]
-    stops = _EVERY if _is_cast_to_number(node) or _is_detached(node) else STOPS.get(_name(node), ())
-    return [given for place, given in enumerate(node.inputs()) if place not in stops]
+    stopped_positions = (
+        _ALL_POSITIONS
+        if _is_cast_to_number(node) or _is_detached(node)
+        else INPUTS_WITHOUT_GRADIENT.get(_operator_name(node), ())
+    )
+    return [
+        input_value
+        for position, input_value in enumerate(node.inputs())
+        if position not in stopped_positions
+    ]
 
 
-def _is_scalar(value: torch.Value) -> bool:
+def _is_nonzero_number(value: torch.Value) -> bool:
     """Return whether a value is one known number other than 0."""
     node = value.node()
     while node.kind() == "onnx::Cast":
         node = node.input().node()
-    number = (
+    constant = (
         node.t("value")
         if node.kind() == "onnx::Constant" and "value" in node.attributeNames()
         else torch.zeros(0)
     )
-    return bool(number.numel() == 1 and number.item() != 0)
+    return bool(constant.numel() == 1 and constant.item() != 0)
 
 
 def _is_cast_to_number(node: torch.Node) -> bool:
@@ -231,14 +265,16 @@ def _is_cast_to_number(node: torch.Node) -> bool:
 
 def _is_detached(node: torch.Node) -> bool:
     """Return whether a node is one that elementwise_forms.detach writes."""
-    return _name(node) == "ATen" and _text(node, "operator", "") == "clone"
+    return _operator_name(node) == "ATen" and _text_attribute(node, "operator", "") == "clone"
 
 
 def _is_float(value: torch.Value) -> bool:
     """Return whether a value is floating point, or of unknown type."""
-    kind = value.type().scalarType() if isinstance(value.type(), torch._C.TensorType) else None
-    return kind is None or kind in _FLOATS
+    scalar_type = (
+        value.type().scalarType() if isinstance(value.type(), torch._C.TensorType) else None
+    )
+    return scalar_type is None or scalar_type in _FLOATS
 
 
-def _name(node: torch.Node) -> str:
+def _operator_name(node: torch.Node) -> str:
     return str(node.kind()).rpartition("::")[2]

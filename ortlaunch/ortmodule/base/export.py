@@ -10,7 +10,12 @@ from torch import nn
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ortlaunch.ortmodule.base.ort_types import ExportInfo, Kwargs, RuntimeOptions, Transition
+    from ortlaunch.ortmodule.base.ort_types import (
+        ExportInfo,
+        GraphTransitionManager,
+        Kwargs,
+        RuntimeOptions,
+    )
 
 
 Facts = dict[str, Any]
@@ -28,16 +33,16 @@ class Export(NamedTuple):
     info: ExportInfo
     """ORT's ModelInfoForExport."""
     options: RuntimeOptions
-    """ORT's _RuntimeOptions of this module; settings.settings_of returns the Settings in it."""
+    """ORT's _RuntimeOptions of this module; settings.attached_settings returns the Settings in it."""
     facts: Facts
     """Facts that a trace of the model showed, beside the graph."""
 
 
-def export_of(arguments: Kwargs) -> Export:
+def export_from_arguments(arguments: Kwargs) -> Export:
     """Return the Export for the arguments of ORT's `_export_model` or `_get_exported_model`."""
     # ORT passes its GraphTransitionManager (`self`) under this name, because it keeps ZeRO stage
     # 3's parameters.
-    transition = arguments["stage3_param_handle"]
+    graph_manager = arguments["stage3_param_handle"]
     info = arguments["model_info_for_export"]
     return Export(
         arguments["flattened_module"],
@@ -45,17 +50,17 @@ def export_of(arguments: Kwargs) -> Export:
         arguments["device"],
         arguments["flatten_module_inputs"],
         info,
-        transition._runtime_options,
-        traced_facts(transition),
+        graph_manager._runtime_options,
+        facts_of_last_trace(graph_manager),
     )
 
 
-def traced_facts(transition: Transition) -> Facts:
+def facts_of_last_trace(graph_manager: GraphTransitionManager) -> Facts:
     """Return the facts of the newest trace of a GraphTransitionManager's model."""
-    found: Facts = vars(transition).setdefault("_ortlaunch_traced", {})
-    return found
+    facts: Facts = vars(graph_manager).setdefault("_ortlaunch_traced", {})
+    return facts
 
 
-def own_path(path: str) -> str:
+def path_in_model(path_in_wrapper: str) -> str:
     """Return a path in the model itself, without the first part, which ORT's wrapper adds."""
-    return path.partition(".")[2]
+    return path_in_wrapper.partition(".")[2]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # Ends the forward pass of a training graph.
 _YIELD = "YieldOp"
 # Operators listed in engine.json for each half; more would hide the important ones.
-_MOST = 8
+_MAX_LISTED_OPERATORS = 8
 
 
 class ShapeInferenceError(RuntimeError):
@@ -30,13 +30,15 @@ class ShapeInferenceError(RuntimeError):
     """
 
     def __init__(self, operator: str, cause: Exception) -> None:
-        why = f"{type(cause).__name__} {cause}".strip()
-        super().__init__(f"ONNX Runtime cannot infer the shape of {operator}'s result ({why})")
+        cause_text = f"{type(cause).__name__} {cause}".strip()
+        super().__init__(
+            f"ONNX Runtime cannot infer the shape of {operator}'s result ({cause_text})"
+        )
         self.operator = operator
 
 
 @dataclass
-class Graph:
+class GraphContents:
     """The nodes of one graph by operator, and the number of passes of each half."""
 
     training: bool
@@ -58,23 +60,27 @@ class Graph:
     @property
     def nodes_run(self) -> int:
         """The number of nodes executed so far."""
-        return size(self.forward) * self.forward_passes + size(self.backward) * self.backward_passes
+        return (
+            node_count(self.forward) * self.forward_passes
+            + node_count(self.backward) * self.backward_passes
+        )
 
-    def describe(self) -> Json:
+    def graph_record(self) -> Json:
         """Return the entry for engine.json: totals, frequent operators, and every call out of ORT."""
         halves = (
             {"forward": self.forward, "backward": self.backward}
             if self.training
             else {"forward": self.forward}
         )
-        nodes = {f"{half}_nodes": size(ops) for half, ops in halves.items()}
+        nodes = {f"{half}_nodes": node_count(ops) for half, ops in halves.items()}
         frequent = {
-            f"{half}_operators": dict(ops.most_common(_MOST)) for half, ops in halves.items()
+            f"{half}_operators": dict(ops.most_common(_MAX_LISTED_OPERATORS))
+            for half, ops in halves.items()
         }
-        placed = {"provider": self.provider, "nodes_by_provider": self.nodes_by_provider}
+        placement = {"provider": self.provider, "nodes_by_provider": self.nodes_by_provider}
         return {
             **nodes,
-            **placed,
+            **placement,
             **frequent,
             "aten": dict(self.aten),
             "python": dict(self.python),
@@ -82,67 +88,85 @@ class Graph:
         }
 
 
-def size(operators: Counter[str]) -> int:
+def node_count(nodes_by_operator: Counter[str]) -> int:
     """Return the number of nodes; Counter.total came with Python 3.10."""
-    return sum(operators.values())
+    return sum(nodes_by_operator.values())
 
 
-def read_graph(model: onnx.ModelProto, training: bool, memory_efficient: bool) -> Graph:
+def count_graph_nodes(
+    model: onnx.ModelProto, is_training: bool, is_memory_efficient: bool
+) -> GraphContents:
     """Count the nodes of an executed graph.
 
     model: an onnx.ModelProto that a session saved; its nodes are in ORT's default order.
-    memory_efficient: the session runs the nodes in ORT's memory-efficient order, in which nodes
+    is_memory_efficient: the session runs the nodes in ORT's memory-efficient order, in which nodes
         that only the backward pass needs come after the forward pass.
     """
     nodes = list(model.graph.node)
     names = [node.op_type for node in nodes]
-    first = set(range(len(nodes)))
-    if training and memory_efficient:
-        first = _needed(nodes, names.index(_YIELD))
-    elif training:
-        first = set(range(names.index(_YIELD)))
-    rest = set(range(len(nodes))) - first
-    return Graph(
-        training,
-        Counter(names[i] for i in first if names[i] != _YIELD),
-        Counter(names[i] for i in rest if names[i] != _YIELD),
-        aten=_called(nodes, "operator", "ATen"),
-        python=_called(nodes, "func_name", "PythonOp", "PythonOpGrad"),
-        triton=_called(nodes, "func_name", "TritonOp"),
+    forward_indices = set(range(len(nodes)))
+    if is_training and is_memory_efficient:
+        forward_indices = _forward_node_indices(nodes, names.index(_YIELD))
+    elif is_training:
+        forward_indices = set(range(names.index(_YIELD)))
+    backward_indices = set(range(len(nodes))) - forward_indices
+    return GraphContents(
+        is_training,
+        Counter(names[i] for i in forward_indices if names[i] != _YIELD),
+        Counter(names[i] for i in backward_indices if names[i] != _YIELD),
+        aten=_count_calls(nodes, "operator", "ATen"),
+        python=_count_calls(nodes, "func_name", "PythonOp", "PythonOpGrad"),
+        triton=_count_calls(nodes, "func_name", "TritonOp"),
     )
 
 
-def _needed(nodes: Sequence[onnx.NodeProto], end: int) -> set[int]:
-    """Return `end`, the nodes that it needs, and the nodes that read the shapes of their results.
+def _forward_node_indices(nodes: Sequence[onnx.NodeProto], yield_index: int) -> set[int]:
+    """Return `yield_index`, the nodes that it needs, and the nodes that read the shapes of their results.
 
     ORT reads shapes as soon as it can, so these run in the forward half.
     """
-    maker = {name: i for i, node in enumerate(nodes) for name in node.output if name}
-    found: set[int] = set()
-    waiting = [end]
-    while waiting:
-        i = waiting.pop()
-        if i not in found:
-            found.add(i)
-            waiting.extend(maker[name] for name in nodes[i].input if name in maker)
-    shapes = (i for i, node in enumerate(nodes) if node.op_type in ("Shape", "Size"))
-    # The output of `end` is the gradient with which the backward pass begins.
-    needed = found - {end}
-    return found | {i for i in shapes if all(maker.get(name) in needed for name in nodes[i].input)}
+    index_by_output = {name: i for i, node in enumerate(nodes) for name in node.output if name}
+    needed_indices: set[int] = set()
+    pending = [yield_index]
+    while pending:
+        i = pending.pop()
+        if i not in needed_indices:
+            needed_indices.add(i)
+            pending.extend(
+                index_by_output[name] for name in nodes[i].input if name in index_by_output
+            )
+    shape_indices = (i for i, node in enumerate(nodes) if node.op_type in ("Shape", "Size"))
+    # The output of the YieldOp is the gradient with which the backward pass begins.
+    needed = needed_indices - {yield_index}
+    return needed_indices | {
+        i
+        for i in shape_indices
+        if all(index_by_output.get(name) in needed for name in nodes[i].input)
+    }
 
 
-def _called(nodes: Sequence[onnx.NodeProto], attribute: str, *kinds: str) -> Counter[str]:
-    return Counter(_attribute(node, attribute) for node in nodes if node.op_type in kinds)
+def _count_calls(
+    nodes: Sequence[onnx.NodeProto], name_attribute: str, *operator_types: str
+) -> Counter[str]:
+    return Counter(
+        _text_attribute_or_operator(node, name_attribute)
+        for node in nodes
+        if node.op_type in operator_types
+    )
 
 
-def _attribute(node: onnx.NodeProto, name: str) -> str:
+def _text_attribute_or_operator(node: onnx.NodeProto, attribute_name: str) -> str:
     return next(
-        (str(attribute.s.decode()) for attribute in node.attribute if attribute.name == name),
+        (
+            str(attribute.s.decode())
+            for attribute in node.attribute
+            if attribute.name == attribute_name
+        ),
         node.op_type,
     )
 
 
-def replace_nodes(graph: onnx.GraphProto, nodes: Iterable[onnx.NodeProto]) -> None:
+def replace_nodes(graph: onnx.GraphProto, new_nodes: Iterable[onnx.NodeProto]) -> None:
     """Replace the nodes of an onnx.GraphProto.
 
     The new list may contain the graph's own nodes.
@@ -151,7 +175,7 @@ def replace_nodes(graph: onnx.GraphProto, nodes: Iterable[onnx.NodeProto]) -> No
 
     # Protobuf frees the old nodes with the list, including those that are used again.
     copies = []
-    for node in nodes:
+    for node in new_nodes:
         copies.append(NodeProto())
         copies[-1].CopyFrom(node)
         # ORT names the copies that it makes for recomputation after the nodes.

@@ -66,7 +66,7 @@ class RuntimeOptions(Protocol):
     def memory_optimizer_is_enabled(self) -> bool: ...
 
 
-class Transition(Protocol):
+class GraphTransitionManager(Protocol):
     """ORT's GraphTransitionManager."""
 
     _original_model_has_changed: bool
@@ -156,14 +156,14 @@ class Manager(Protocol):
     _fallback_manager: FallbackManager
     _flattened_module: nn.Module
     _graph_info: BuiltGraph  # of a training graph, once it is built
-    _graph_transition_manager: Transition
+    _graph_transition_manager: GraphTransitionManager
     _logger: logging.Logger
     _onnx_models: OnnxModels
     _original_module: nn.Module
     _runtime_inspector: Inspector
     _runtime_options: RuntimeOptions
     _ortlaunch_folder: str
-    # A graphs._Key. That module imports this one, so the type cannot be imported here.
+    # A graphs._GraphKey. That module imports this one, so the type cannot be imported here.
     _ortlaunch_key: Any
     _ortlaunch_norms: dict[str, Any]
     _ortlaunch_session_options: SessionOptions
@@ -215,4 +215,6 @@ class ShapeInference(Protocol):
     def _new_symbolic_shape(
         self, rank: int, node: onnx.NodeProto, output: int = 0
     ) -> list[Any]: ...
-    def _broadcast_shapes(self, first: Sequence[object], second: Sequence[object]) -> list[Any]: ...
+    def _broadcast_shapes(
+        self, first_shape: Sequence[object], second_shape: Sequence[object]
+    ) -> list[Any]: ...

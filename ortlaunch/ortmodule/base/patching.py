@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def environment(**values: str) -> Iterator[None]:
+def set_environment_variables(**variables: str) -> Iterator[None]:
     """Set environment variables for the length of a with-block, and restore them afterwards."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
+    previous_values = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in previous_values.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
@@ -33,47 +33,49 @@ def environment(**values: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def without_package(name: str) -> Iterator[None]:
+def hide_package(package_name: str) -> Iterator[None]:
     """Let imports of an optional package fail inside a with-block, unless it is loaded already."""
-    hidden = name not in sys.modules
-    if hidden:
-        sys.modules[name] = None  # type: ignore[assignment]
+    is_hidden = package_name not in sys.modules
+    if is_hidden:
+        sys.modules[package_name] = None  # type: ignore[assignment]
     try:
         yield
     finally:
-        if hidden:
-            del sys.modules[name]
+        if is_hidden:
+            del sys.modules[package_name]
 
 
-def wrap_method(owner: object, method: str, around: AnyFunction) -> None:
+def wrap_method(method_owner: object, method_name: str, wrapper: AnyFunction) -> None:
     """Replace a method of a class, or a function of a module.
 
     Calls go to `around(original, *args, **kwargs)`.
     """
-    original = getattr(owner, method)
+    original = getattr(method_owner, method_name)
 
     @functools.wraps(original)
-    def wrapped(*args: object, **kwargs: object) -> object:
-        return around(original, *args, **kwargs)
+    def call_wrapper(*args: object, **kwargs: object) -> object:
+        return wrapper(original, *args, **kwargs)
 
-    setattr(owner, method, wrapped)
+    setattr(method_owner, method_name, call_wrapper)
 
 
-def replace_ort_export(export: AnyFunction) -> None:
-    """Let ORT call `export` instead of `torch.onnx.export`. Other callers still get torch's own."""
-    caller: Any = importlib.import_module(
+def replace_ort_export(replacement: AnyFunction) -> None:
+    """Let ORT call `replacement` instead of `torch.onnx.export`. Other callers still get torch's own."""
+    ort_module: Any = importlib.import_module(
         "onnxruntime.training.ortmodule._graph_transition_manager"
     )
     # Only this module of ORT exports. It finds `torch.onnx.export` through its global `torch`,
     # replaced here.
-    caller.torch = ModuleView(caller.torch, onnx=ModuleView(caller.torch.onnx, export=export))
+    ort_module.torch = ModuleView(
+        ort_module.torch, onnx=ModuleView(ort_module.torch.onnx, export=replacement)
+    )
 
 
 class ModuleView:
     """A stand-in for a module, given to one importing module: the same names, some replaced."""
 
-    def __init__(self, module: object, **replaced: object) -> None:
-        self.__dict__.update(replaced)
+    def __init__(self, module: object, **replacements: object) -> None:
+        self.__dict__.update(replacements)
         self._module = module
 
     def __getattr__(self, name: str) -> object:

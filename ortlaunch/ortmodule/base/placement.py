@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 _YIELD = b"YieldOp"
 
 
-def nodes_by_provider(model: str, session: OrtSession) -> dict[str, int]:
+def nodes_by_provider(model_file: str, session: OrtSession) -> dict[str, int]:
     """Count the nodes of an executed graph on each execution provider of its session.
 
     Builds another session of the same graph, and runs nothing.
 
     Args:
-        model: file of the graph that the session saved.
+        model_file: file of the graph that the session saved.
         session: an onnxruntime.InferenceSession, or its binding.
     """
     import onnxruntime
@@ -36,8 +36,8 @@ def nodes_by_provider(model: str, session: OrtSession) -> dict[str, int]:
     options = onnxruntime.SessionOptions()
     providers = [
         # Of the provider's options, this session needs only the device.
-        (name, {key: value for key, value in given.items() if key == "device_id"})
-        for name, given in session.get_provider_options().items()
+        (name, {key: value for key, value in provider_options.items() if key == "device_id"})
+        for name, provider_options in session.get_provider_options().items()
     ]
     # The first session has already optimized the graph.
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
@@ -47,9 +47,9 @@ def nodes_by_provider(model: str, session: OrtSession) -> dict[str, int]:
     options.add_session_config_entry("session.save_model_format", "ORT")
     with tempfile.TemporaryDirectory(prefix="ortlaunch-") as folder:
         options.optimized_model_filepath = str(Path(folder, "placed.ort"))
-        onnxruntime.InferenceSession(model, options, providers=providers)
+        onnxruntime.InferenceSession(model_file, options, providers=providers)
         graph = Saved.GetRootAs(Path(options.optimized_model_filepath).read_bytes()).Model().Graph()
-    nodes = [graph.Nodes(place) for place in range(graph.NodesLength())]
+    nodes = [graph.Nodes(node_index) for node_index in range(graph.NodesLength())]
     return dict(
         Counter(node.ExecutionProviderType().decode() for node in nodes if node.OpType() != _YIELD)
     )

@@ -25,23 +25,27 @@ class Repair(NamedTuple):
     """Applies the changes beyond an export's steps (pipeline.py); False: nothing was to be done."""
 
 
-def apply(repairs: Sequence[Repair], *left_out: str) -> None:
+def apply_known_repairs(repairs: Sequence[Repair], *omitted_names: str) -> None:
     """Apply each repair once in a process, where all of its sources are known.
 
-    left_out: names of repairs to omit, for tests.
+    omitted_names: names of repairs to omit, for tests.
     """
     for repair in repairs:
         # A second call must not wrap the same functions again.
         if repair.name in (*_applied, *_not_applied):
             continue
-        why = "left out" if repair.name in left_out else source_guard.unknown(repair.sources)
-        if why:
-            leave_out(repair.name, why)
+        unapplied_reason = (
+            "left out"
+            if repair.name in omitted_names
+            else source_guard.unfitting_sources_reason(repair.sources)
+        )
+        if unapplied_reason:
+            record_unapplied(repair.name, unapplied_reason)
         elif repair.install() is not False:
             _applied.append(repair.name)
 
 
-def applied() -> tuple[str, ...]:
+def applied_repairs() -> tuple[str, ...]:
     """Return the names of the repairs in force, in the order of application.
 
     Empty before `import_ortmodule`.
@@ -49,11 +53,11 @@ def applied() -> tuple[str, ...]:
     return tuple(_applied)
 
 
-def not_applied() -> dict[str, str]:
+def unapplied_repair_reasons() -> dict[str, str]:
     """Return the repairs that were not applied, with the reason."""
     return dict(_not_applied)
 
 
-def leave_out(name: str, why: str) -> None:
-    """Add a repair to `not_applied`."""
-    _not_applied[name] = why
+def record_unapplied(repair_name: str, reason: str) -> None:
+    """Add a repair to `unapplied_repair_reasons`."""
+    _not_applied[repair_name] = reason

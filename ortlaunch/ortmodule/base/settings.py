@@ -15,8 +15,8 @@ from ortlaunch.errors import EngineError
 class SettingError(EngineError):
     """A setting that does not fit this stack, this model or an earlier ORTModule."""
 
-    def __init__(self, setting: str, problem: str) -> None:
-        super().__init__(f"Settings.{setting}: {problem}")
+    def __init__(self, setting_name: str, problem: str) -> None:
+        super().__init__(f"Settings.{setting_name}: {problem}")
 
 
 @dataclass(frozen=True)
@@ -104,11 +104,12 @@ class Settings:
 
     def __post_init__(self) -> None:
         # Literal types are not checked at run time, and the values may come from a recipe.
-        for setting, valid in _VALID.items():
-            value = getattr(self, setting)
-            if value not in valid:
+        for setting_name, valid_values in _VALID_VALUES.items():
+            value = getattr(self, setting_name)
+            if value not in valid_values:
                 raise SettingError(
-                    setting, f"got {value!r}; it must be one of {', '.join(map(str, valid))}"
+                    setting_name,
+                    f"got {value!r}; it must be one of {', '.join(map(str, valid_values))}",
                 )
         if isinstance(self.torch_operators, str) and self.torch_operators not in ("auto", "off"):
             raise SettingError(
@@ -121,7 +122,7 @@ class Settings:
             )
 
 
-_VALID: dict[str, tuple[object, ...]] = {
+_VALID_VALUES: dict[str, tuple[object, ...]] = {
     "opset": (None, 14, 15, 16, 17, 18),
     "memory_optimization": (0, 1, 2),
     "custom_autograd": ("auto", "python", "inline"),
@@ -132,19 +133,19 @@ _VALID: dict[str, tuple[object, ...]] = {
 }
 
 
-def function_name(function: Callable[..., object]) -> str:
+def qualified_function_name(function: Callable[..., object]) -> str:
     """Return `module:function`; of a callable object, its class."""
-    named = function if hasattr(function, "__qualname__") else type(function)
-    return f"{named.__module__}:{named.__qualname__}"
+    named_object = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named_object.__module__}:{named_object.__qualname__}"
 
 
-def settings_of(manager: object) -> Settings:
+def attached_settings(ort_object: object) -> Settings:
     """Return the settings of one of ORT's managers or options.
 
     An ORTModule that ORT's own class made has the defaults.
     """
-    found: Settings = getattr(manager, "_ortlaunch_settings", _DEFAULTS)
-    return found
+    settings: Settings = getattr(ort_object, "_ortlaunch_settings", _DEFAULTS)
+    return settings
 
 
 _DEFAULTS = Settings()

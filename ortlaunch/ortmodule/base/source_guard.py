@@ -30,7 +30,7 @@ EVALUATION = "_inference_manager:InferenceManager"
 
 # The first 16 digits of the sha256 of the source, from its `def` to its last line, in ONNX Runtime
 # Training 1.19.2.
-KNOWN = {
+KNOWN_SOURCE_HASHES = {
     f"{TRANSITION}.get_post_processed_model": "a766fd8849dbdd15",
     f"{TRANSITION}._export_model": "c78321fdd45b86ef",
     f"{TRANSITION}._get_exported_model": "dec39cba4428f95e",
@@ -60,7 +60,7 @@ KNOWN = {
 }
 
 # Torch's functions, and texts that their source must contain.
-TORCH = {
+TORCH_SOURCE_TEXTS = {
     "torch.nn.functional:cross_entropy": ("torch._C._nn.cross_entropy_loss(",),
     "torch.nn.modules.batchnorm:_BatchNorm.forward": ("F.batch_norm(",),
     "torch.utils.checkpoint:_checkpoint_without_reentrant_generator": ("yield",),
@@ -73,17 +73,21 @@ TORCH = {
     ),
 }
 # Of the sha256 in hexadecimal: 64 bits, enough to detect a change.
-_DIGITS = 16
+_HASH_DIGITS = 16
 
 
-def unknown(functions: Sequence[str]) -> str:
+def unfitting_sources_reason(function_names: Sequence[str]) -> str:
     """Return why a repair of these functions does not fit the installed packages; empty if it does."""
-    torchs = [name for name in functions if name.startswith("torch.")]
-    strange = [name for name in torchs if not all(text in source(name) for text in TORCH[name])]
-    if strange:
-        return f"the source of {', '.join(strange)} is not as in the torch that it is written for"
-    ours = [name for name in functions if name not in torchs]
-    if not ours:
+    torch_names = [name for name in function_names if name.startswith("torch.")]
+    changed_names = [
+        name
+        for name in torch_names
+        if not all(text in source_on_disk(name) for text in TORCH_SOURCE_TEXTS[name])
+    ]
+    if changed_names:
+        return f"the source of {', '.join(changed_names)} is not as in the torch that it is written for"
+    ort_names = [name for name in function_names if name not in torch_names]
+    if not ort_names:
         return ""
     import onnxruntime
 
@@ -93,33 +97,39 @@ def unknown(functions: Sequence[str]) -> str:
             f"it is written for ONNX Runtime {ORT_VERSION}, and {onnxruntime.__version__} is "
             "installed"
         )
-    strange = [name for name in ours if fingerprint(source(name)) != KNOWN[name]]
-    return f"the source of {', '.join(strange)} is not that of {ORT_VERSION}" if strange else ""
+    changed_names = [
+        name for name in ort_names if source_hash(source_on_disk(name)) != KNOWN_SOURCE_HASHES[name]
+    ]
+    return (
+        f"the source of {', '.join(changed_names)} is not that of {ORT_VERSION}"
+        if changed_names
+        else ""
+    )
 
 
-def owner(name: str) -> Any:
+def function_owner(qualified_name: str) -> Any:
     """Return the class of a function, or its module if the name has no class."""
-    module, _, path = name.partition(":")
-    found: Any = _module(module)
-    return getattr(found, path) if path else found
+    module_name, _, class_name = qualified_name.partition(":")
+    owner_module: Any = _import_module(module_name)
+    return getattr(owner_module, class_name) if class_name else owner_module
 
 
 @functools.cache
-def source(function: str) -> str:
+def source_on_disk(qualified_name: str) -> str:
     """Return the source on disk of a function, from its `def` to its last line, or an empty string.
 
     The file is read, not the object, because a repair may already have replaced the object. The
     exception is a name that its module imports from another one, as torch's exporter does since
     2.9.
     """
-    module, _, path = function.partition(":")
+    module_name, _, path_in_module = qualified_name.partition(":")
     try:
-        node, lines = _parsed(module)
-        if hasattr(_module(module), path) and path not in {
+        node, lines = _parse_module(module_name)
+        if hasattr(_import_module(module_name), path_in_module) and path_in_module not in {
             getattr(child, "name", None) for child in node.body
         }:
-            return inspect.getsource(getattr(_module(module), path))
-        for name in path.split("."):
+            return inspect.getsource(getattr(_import_module(module_name), path_in_module))
+        for name in path_in_module.split("."):
             node = next(child for child in node.body if getattr(child, "name", None) == name)
     except (ImportError, OSError, StopIteration):
         return ""
@@ -127,18 +137,20 @@ def source(function: str) -> str:
     return "\n".join(lines[node.lineno - 1 : node.end_lineno])[node.col_offset :]
 
 
-def fingerprint(text: str) -> str:
+def source_hash(source_text: str) -> str:
     """Return the first digits of the text's sha256."""
-    return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
+    return hashlib.sha256(source_text.encode()).hexdigest()[:_HASH_DIGITS]
 
 
 @functools.cache
-def _parsed(module: str) -> tuple[Any, list[str]]:
+def _parse_module(module_name: str) -> tuple[Any, list[str]]:
     """Return the syntax tree and the lines of a module."""
-    text = inspect.getsource(_module(module))
+    text = inspect.getsource(_import_module(module_name))
     return ast.parse(text), text.split("\n")
 
 
-def _module(name: str) -> ModuleType:
-    inside = PACKAGE if name == "__init__" else f"{PACKAGE}.{name}"
-    return importlib.import_module(name if name.startswith(("torch.", "onnxruntime.")) else inside)
+def _import_module(module_name: str) -> ModuleType:
+    ort_module_name = PACKAGE if module_name == "__init__" else f"{PACKAGE}.{module_name}"
+    return importlib.import_module(
+        module_name if module_name.startswith(("torch.", "onnxruntime.")) else ort_module_name
+    )

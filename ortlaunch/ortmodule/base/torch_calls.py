@@ -20,23 +20,23 @@ import torch
 if TYPE_CHECKING:
     from ortlaunch.ortmodule.base.ort_types import AnyFunction
 
-Function = Callable[..., Sequence[torch.Tensor]]
+TensorFunction = Callable[..., Sequence[torch.Tensor]]
 # Makes each title unique, because ORT registers functions by name.
-_numbers = itertools.count()
+_title_numbers = itertools.count()
 
 
-def getter(name: str) -> AnyFunction:
+def tensor_getter(property_name: str) -> AnyFunction:
     """Return the function that reads a property of tensors, as `__torch_function__` receives it."""
-    return getattr(torch.Tensor, name).__get__
+    return getattr(torch.Tensor, property_name).__get__
 
 
-def setter(name: str) -> AnyFunction:
+def tensor_setter(property_name: str) -> AnyFunction:
     """Return the function that sets a property of tensors, as `__torch_function__` receives it."""
-    return getattr(torch.Tensor, name).__set__
+    return getattr(torch.Tensor, property_name).__set__
 
 
 @contextlib.contextmanager
-def untraced() -> Iterator[None]:
+def pause_tracing() -> Iterator[None]:
     """Hide calls of torch inside the with-block from the tracer and from `__torch_function__`."""
     state = torch._C._get_tracing_state()
     torch._C._set_tracing_state(None)  # type: ignore[attr-defined]  # not in torch's stub
@@ -48,7 +48,7 @@ def untraced() -> Iterator[None]:
 
 
 @dataclass
-class Calls:
+class CallCounts:
     """Number and duration of an operator's or layer's calls from ORT's graphs, on this rank's
     thread.
     """
@@ -58,174 +58,197 @@ class Calls:
     seconds: float = 0.0
 
 
-calls: dict[str, Calls] = {}
+counts_by_name: dict[str, CallCounts] = {}
 """Calls in this process, by operator or layer."""
-passes = Calls()
+pass_counts = CallCounts()
 """Passes of ORT's graphs themselves."""
 
 
-def calls_from_graph() -> dict[str, Calls]:
+def counts_of_called() -> dict[str, CallCounts]:
     """Return the operators and layers that were called from a graph."""
-    return {name: counted for name, counted in calls.items() if counted.forward}
+    return {
+        name: call_counts for name, call_counts in counts_by_name.items() if call_counts.forward
+    }
 
 
-def share() -> float:
+def torch_share_of_pass_time() -> float:
     """Return the share of calls of torch in the time of ORT's passes, from 0 to 1."""
     return (
-        sum(counted.seconds for counted in calls.values()) / passes.seconds
-        if passes.seconds
+        sum(call_counts.seconds for call_counts in counts_by_name.values()) / pass_counts.seconds
+        if pass_counts.seconds
         else 0.0
     )
 
 
-def restart() -> None:
+def reset_counters() -> None:
     """Set all counters to zero."""
-    restore({})
+    restore_counters({})
 
 
-def snapshot() -> dict[str, Calls]:
-    """Return a copy of the counters, for `restore`."""
-    return {name: replace(counted) for name, counted in {**calls, "": passes}.items()}
+def copy_counters() -> dict[str, CallCounts]:
+    """Return a copy of the counters, for `restore_counters`."""
+    return {
+        name: replace(call_counts)
+        for name, call_counts in {**counts_by_name, "": pass_counts}.items()
+    }
 
 
-def restore(before: dict[str, Calls]) -> None:
-    """Set every counter back; a counter that is not in `before` becomes zero."""
-    for name, counted in {**calls, "": passes}.items():
-        vars(counted).update(vars(before.get(name, Calls())))
+def restore_counters(saved_counts: dict[str, CallCounts]) -> None:
+    """Set every counter back; a counter that is not in `saved_counts` becomes zero."""
+    for name, call_counts in {**counts_by_name, "": pass_counts}.items():
+        vars(call_counts).update(vars(saved_counts.get(name, CallCounts())))
 
 
 @contextlib.contextmanager
-def timed_pass() -> Iterator[None]:
+def measure_pass() -> Iterator[None]:
     """Measure one pass of an ORT graph."""
-    with _timed(passes):
+    with _add_seconds(pass_counts):
         yield
 
 
-errors: list[Exception] = []
+recorded_errors: list[Exception] = []
 """Errors of calls in the current pass, for torch_in_graph/pass_errors.py."""
 
 
 @contextlib.contextmanager
-def noting_errors() -> Iterator[None]:
+def record_errors() -> Iterator[None]:
     """Keep an error of a call, which ORT would not pass on."""
     try:
         yield
     except Exception as error:
-        errors.append(error)
+        recorded_errors.append(error)
         raise
 
 
-def as_function(
-    name: str,
-    run: Function,
-    kept: frozenset[int],
-    own: Sequence[torch.Tensor] = (),
-    around: Any = contextlib.nullcontext,
+def create_call_function(
+    call_name: str,
+    operation: TensorFunction,
+    kept_positions: frozenset[int],
+    own_weights: Sequence[torch.Tensor] = (),
+    forward_context: Any = contextlib.nullcontext,
 ) -> Any:
     """Return a torch.autograd.Function with a unique name, for ORT to call.
 
-    run: takes tensors and returns tensors.
-    kept: positions of inputs that ORT keeps unchanged until the backward pass: weights, and inputs
+    operation: takes tensors and returns tensors.
+    kept_positions: positions of inputs that ORT keeps unchanged until the backward pass: weights, and inputs
         of the model.
-    own: weights that `run` reads without a parameter for them; they are passed as the last inputs,
+    own_weights: weights that `operation` reads without a parameter for them; they are passed as the last inputs,
         so that they get their gradients.
-    around: returns a context for each forward pass.
+    forward_context: returns a context for each forward pass.
     """
-    counted = calls.setdefault(name, Calls())
+    call_counts = counts_by_name.setdefault(call_name, CallCounts())
 
     def forward(ctx: Any, *inputs: torch.Tensor) -> Any:
         ctx.set_materialize_grads(False)
         # The exporter calls the function once to trace it; this is no call from a graph.
-        exporting = torch.jit.is_tracing()
-        with _timed(Calls() if exporting else counted), noting_errors(), around():
-            counted.forward += not exporting
-            outputs = _run(ctx, run, inputs, kept, own)
+        is_exporting = torch.jit.is_tracing()
+        with (
+            _add_seconds(CallCounts() if is_exporting else call_counts),
+            record_errors(),
+            forward_context(),
+        ):
+            call_counts.forward += not is_exporting
+            outputs = _run_and_keep_graph(ctx, operation, inputs, kept_positions, own_weights)
             ctx.mark_non_differentiable(
                 *(output for output in outputs if not output.is_floating_point())
             )
         return outputs if len(outputs) > 1 else outputs[0]
 
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        with one_call(name, backward=True):
-            found = _derive(ctx, gradients)
-        return found if len(found) > 1 else found[0]
+        with count_call(call_name, is_backward=True):
+            input_gradients = _input_gradients(ctx, gradients)
+        return input_gradients if len(input_gradients) > 1 else input_gradients[0]
 
-    title = f"{name}_{next(_numbers)}"
+    title = f"{call_name}_{next(_title_numbers)}"
     members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    place = {"__module__": __name__, "__qualname__": title}
+    identity = {"__module__": __name__, "__qualname__": title}
     return types.new_class(
-        title, (torch.autograd.Function,), {}, lambda body: body.update(members, **place)
+        title, (torch.autograd.Function,), {}, lambda body: body.update(members, **identity)
     )
 
 
 @contextlib.contextmanager
-def one_call(name: str, backward: bool = False) -> Iterator[None]:
+def count_call(call_name: str, is_backward: bool = False) -> Iterator[None]:
     """Count and measure one call of torch from a graph, and note its error."""
-    counted = calls.setdefault(name, Calls())
-    counted.forward += not backward
-    counted.backward += backward
-    with _timed(counted), noting_errors():
+    call_counts = counts_by_name.setdefault(call_name, CallCounts())
+    call_counts.forward += not is_backward
+    call_counts.backward += is_backward
+    with _add_seconds(call_counts), record_errors():
         yield
 
 
 @contextlib.contextmanager
-def _timed(counted: Calls) -> Iterator[None]:
+def _add_seconds(call_counts: CallCounts) -> Iterator[None]:
     began = time.perf_counter()
     try:
         yield
     finally:
-        counted.seconds += time.perf_counter() - began
+        call_counts.seconds += time.perf_counter() - began
 
 
-def _run(
+def _run_and_keep_graph(
     ctx: Any,
-    run: Function,
+    operation: TensorFunction,
     inputs: Sequence[torch.Tensor],
-    kept: frozenset[int],
-    own: Sequence[torch.Tensor],
+    kept_positions: frozenset[int],
+    own_weights: Sequence[torch.Tensor],
 ) -> tuple[torch.Tensor, ...]:
     """Run the function on detached inputs, and keep its graph for the backward pass."""
-    number = len(inputs) - len(own)
-    wanted = [
-        needed and given.is_floating_point() for needed, given in zip(ctx.needs_input_grad, inputs)
+    operand_count = len(inputs) - len(own_weights)
+    gradient_flags = [
+        needs_gradient_by_ort and input_tensor.is_floating_point()
+        for needs_gradient_by_ort, input_tensor in zip(ctx.needs_input_grad, inputs)
     ]
     # Memory that an output must not share.
-    places = set(map(_place, inputs))
+    input_addresses = set(map(_memory_address, inputs))
     ctx.leaves = ()
     ctx.results = ()
-    ctx.wanted = wanted
+    ctx.wanted = gradient_flags
     # Autocast would cast a second time; a layer that torch runs opens its own.
     with torch.autocast(inputs[0].device.type if inputs else "cpu", enabled=False):
-        if not any(wanted):
+        if not any(gradient_flags):
             with torch.no_grad():
-                return tuple(_own(result, places) for result in run(*inputs[:number]))
+                return tuple(
+                    _output_in_own_memory(result, input_addresses)
+                    for result in operation(*inputs[:operand_count])
+                )
         leaves = [
-            given.detach().requires_grad_(want) for given, want in zip(inputs[:number], wanted)
+            input_tensor.detach().requires_grad_(needs_gradient)
+            for input_tensor, needs_gradient in zip(inputs[:operand_count], gradient_flags)
         ]
-        saved = _SavedCopies({_place(given) for i, given in enumerate(inputs) if i not in kept})
-        with torch.enable_grad(), saved:
-            results = tuple(run(*leaves))
-    ctx.leaves = [*leaves, *own]
+        saved_copies = _SavedCopies(
+            {
+                _memory_address(input_tensor)
+                for i, input_tensor in enumerate(inputs)
+                if i not in kept_positions
+            }
+        )
+        with torch.enable_grad(), saved_copies:
+            results = tuple(operation(*leaves))
+    ctx.leaves = [*leaves, *own_weights]
     ctx.results = results
-    return tuple(_own(result, saved.places | places) for result in results)
+    return tuple(
+        _output_in_own_memory(result, saved_copies.saved_addresses | input_addresses)
+        for result in results
+    )
 
 
 class _SavedCopies(torch.autograd.graph.saved_tensors_hooks):
     """Hooks that copy a tensor that torch saves, if it is in memory of a temporary tensor of ORT."""
 
-    def __init__(self, passing: set[int]) -> None:
-        self.places: set[int] = set()
+    def __init__(self, temporary_addresses: set[int]) -> None:
+        self.saved_addresses: set[int] = set()
         copies: dict[Any, torch.Tensor] = {}
 
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
-            place = _place(tensor)
+        def copy_if_temporary(tensor: torch.Tensor) -> torch.Tensor:
+            address = _memory_address(tensor)
             # Saved as it is; its memory is remembered, because an output must not share it.
-            if place not in passing:
-                self.places.add(place)
+            if address not in temporary_addresses:
+                self.saved_addresses.add(address)
                 return tensor
             # One copy for each view, also if torch saves it several times.
             key = (
-                place,
+                address,
                 tensor.storage_offset(),
                 tuple(tensor.shape),
                 tensor.stride(),
@@ -235,18 +258,18 @@ class _SavedCopies(torch.autograd.graph.saved_tensors_hooks):
                 copies[key] = tensor.detach().clone()
             return copies[key]
 
-        super().__init__(pack, lambda tensor: tensor)
+        super().__init__(copy_if_temporary, lambda tensor: tensor)
 
 
-def _place(tensor: torch.Tensor) -> int:
+def _memory_address(tensor: torch.Tensor) -> int:
     """Return an identifier of a tensor's memory."""
     return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else id(tensor)
 
 
-def _own(tensor: torch.Tensor, taken: set[int]) -> torch.Tensor:
+def _output_in_own_memory(tensor: torch.Tensor, used_addresses: set[int]) -> torch.Tensor:
     """Return a tensor in the form that ORT requires of an output: contiguous, in memory of its own.
 
-    taken: memory in use by other tensors; the memory of the result is added.
+    used_addresses: memory in use by other tensors; the memory of the result is added.
     """
     plain = tensor.detach()
     # Of nothing torch takes any strides for contiguous, and ORT those of its own alone.
@@ -255,42 +278,50 @@ def _own(tensor: torch.Tensor, taken: set[int]) -> torch.Tensor:
     # ORT has no sparse outputs.
     if plain.layout != torch.strided:
         plain = plain.to_dense()
-    whole = (
+    owns_memory = (
         plain.is_contiguous()
         and plain.numel() * plain.element_size() == plain.untyped_storage().nbytes()
     )
-    # `whole` is false for a slice: a view that is contiguous, but in a larger memory.
-    if not whole or _place(plain) in taken:
+    # `owns_memory` is false for a slice: a view that is contiguous, but in a larger memory.
+    if not owns_memory or _memory_address(plain) in used_addresses:
         plain = plain.clone(memory_format=torch.contiguous_format)
-    taken.add(_place(plain))
+    used_addresses.add(_memory_address(plain))
     return plain
 
 
-def _derive(ctx: Any, given: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+def _input_gradients(
+    ctx: Any, output_gradients: Sequence[torch.Tensor | None]
+) -> tuple[torch.Tensor | None, ...]:
     """Return the gradients of the inputs that need one, and None for the others."""
     pairs = [
         # ORT may pass a gradient in another dtype or shape than torch's result.
         (result, g.to(result.dtype).reshape(result.shape))
-        for result, g in zip(ctx.results, given)
+        for result, g in zip(ctx.results, output_gradients)
         if result.requires_grad and g is not None
     ]
-    leaves = [leaf for leaf, want in zip(ctx.leaves, ctx.wanted) if want]
-    found: Iterator[Any] = iter([None] * len(leaves))
+    leaves = [leaf for leaf, needs_gradient in zip(ctx.leaves, ctx.wanted) if needs_gradient]
+    gradient_iterator: Iterator[Any] = iter([None] * len(leaves))
     if pairs:
         results, gradients = zip(*pairs)
-        found = iter(torch.autograd.grad(results, leaves, gradients, allow_unused=True))
+        gradient_iterator = iter(torch.autograd.grad(results, leaves, gradients, allow_unused=True))
     ctx.results = ()
-    taken = {_place(g) for g in given if g is not None} | set(map(_place, ctx.leaves))
+    used_addresses = {_memory_address(g) for g in output_gradients if g is not None} | set(
+        map(_memory_address, ctx.leaves)
+    )
     return tuple(
-        _gradient(next(found), leaf, taken) if want else None
-        for leaf, want in zip(ctx.leaves, ctx.wanted)
+        _gradient_or_zeros(next(gradient_iterator), leaf, used_addresses)
+        if needs_gradient
+        else None
+        for leaf, needs_gradient in zip(ctx.leaves, ctx.wanted)
     )
 
 
-def _gradient(found: torch.Tensor | None, leaf: torch.Tensor, taken: set[int]) -> torch.Tensor:
+def _gradient_or_zeros(
+    gradient: torch.Tensor | None, leaf: torch.Tensor, used_addresses: set[int]
+) -> torch.Tensor:
     """Return a gradient for ORT, which requires zeros in place of None."""
     return (
         torch.zeros_like(leaf, memory_format=torch.contiguous_format)
-        if found is None
-        else _own(found, taken)
+        if gradient is None
+        else _output_in_own_memory(gradient, used_addresses)
     )

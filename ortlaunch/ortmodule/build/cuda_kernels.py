@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import onnx
 
 # The output types of operators whose output type does not follow from their inputs.
-_RESULTS = {
+_OUTPUT_TYPES = {
     **dict.fromkeys(
         ("And", "Equal", "Greater", "IsInf", "IsNaN", "Less", "Not", "Or", "Xor"), "bool"
     ),
@@ -24,61 +24,70 @@ _RESULTS = {
 }
 
 
-def has_kernel(node: onnx.NodeProto, types: Mapping[str, str], opset: int) -> bool:
+def has_kernel(node: onnx.NodeProto, type_by_name: Mapping[str, str], opset: int) -> bool:
     """Return whether an onnx.NodeProto can run on CUDA.
 
     Args:
         node: the operator's node.
-        types: the types of the graph's tensors, by tensor name.
+        type_by_name: the types of the graph's tensors, by tensor name.
         opset: the version of ONNX's operators that the model uses.
     """
-    kinds = [types.get(name, "") for name in (*node.input, *node.output) if name]
+    node_types = [type_by_name.get(name, "") for name in (*node.input, *node.output) if name]
     # int64 inputs after the first one are sizes and axes, which have constraints of their own.
-    needed = {*kinds[:1], *(kind for kind in kinds if kind != "int64")} - {""}
+    required_types = {
+        *node_types[:1],
+        *(type_name for type_name in node_types if type_name != "int64"),
+    } - {""}
     # ORT's own operators (com.microsoft) have version 1 only.
     version = 1 if node.domain else opset
     return any(
-        first <= version <= (last or version)
-        and any("any" in kernel or needed <= kernel for kernel in kernels)
-        for first, last, kernels in _table().get((node.domain, node.op_type), ())
+        first_version <= version <= (last_version or version)
+        and any("any" in kernel or required_types <= kernel for kernel in kernels)
+        for first_version, last_version, kernels in _kernels_by_operator().get(
+            (node.domain, node.op_type), ()
+        )
     )
 
 
-def types_of(graph: onnx.GraphProto) -> dict[str, str]:
+def tensor_types(graph: onnx.GraphProto) -> dict[str, str]:
     """Return the types of the tensors of an onnx.GraphProto, by tensor name."""
-    types = {
-        value.name: _name(value.type.tensor_type.elem_type)
+    type_by_name = {
+        value.name: _type_name(value.type.tensor_type.elem_type)
         for value in (*graph.value_info, *graph.input, *graph.output)
     }
-    types.update({tensor.name: _name(tensor.data_type) for tensor in graph.initializer})
+    type_by_name.update({tensor.name: _type_name(tensor.data_type) for tensor in graph.initializer})
     for node in graph.node:
         # ORT omits tensors of unknown shape from value_info, so their types are inferred.
         for name in node.output[:1]:
-            types[name] = types.get(name) or _inferred(node, types)
-    return types
+            type_by_name[name] = type_by_name.get(name) or _infer_output_type(node, type_by_name)
+    return type_by_name
 
 
-def _inferred(node: onnx.NodeProto, types: Mapping[str, str]) -> str:
+def _infer_output_type(node: onnx.NodeProto, type_by_name: Mapping[str, str]) -> str:
     """Return the type of a node's first output; an empty string if unknown.
 
     The type is the operator's own, else that of an attribute, else that of the first input that is
     not bool.
     """
-    stated = (
-        _name(one.t.data_type or one.i) for one in node.attribute if one.name in ("value", "to")
+    attribute_types = (
+        _type_name(attribute.t.data_type or attribute.i)
+        for attribute in node.attribute
+        if attribute.name in ("value", "to")
     )
-    given = (types[name] for name in node.input if types.get(name, "bool") != "bool")
-    return _RESULTS.get(node.op_type) or next(stated, "") or next(given, "")
+    input_types = (
+        type_by_name[name] for name in node.input if type_by_name.get(name, "bool") != "bool"
+    )
+    return _OUTPUT_TYPES.get(node.op_type) or next(attribute_types, "") or next(input_types, "")
 
 
-def _name(number: int) -> str:
+def _type_name(type_code: int) -> str:
     from onnx import TensorProto
 
-    return str(TensorProto.DataType.Name(number)).lower() if number else ""
+    return str(TensorProto.DataType.Name(type_code)).lower() if type_code else ""
 
 
 @functools.cache
-def _table() -> dict[tuple[str, str], list[tuple[int, int, list[set[str]]]]]:
+def _kernels_by_operator() -> dict[tuple[str, str], list[tuple[int, int, list[set[str]]]]]:
     """Return the kernels by (domain, operator name).
 
     Each entry holds the operator's first version, its last version (0: still current), and one set
@@ -87,17 +96,17 @@ def _table() -> dict[tuple[str, str], list[tuple[int, int, list[set[str]]]]]:
     table: dict[tuple[str, str], list[Any]] = {}
     for line in Path(__file__).with_suffix(".txt").read_text().splitlines():
         if not line.startswith("#"):
-            domain, name, versions, kernels = line.split(" ", 3)
-            first, _, last = versions.rstrip("+").partition("-")
+            domain, operator_name, versions, kernels = line.split(" ", 3)
+            first_version, _, last_version = versions.rstrip("+").partition("-")
             types = [
                 {
-                    kind
+                    type_name
                     for constraint in kernel.split()
-                    for kind in constraint.partition("=")[2].split(",")
+                    for type_name in constraint.partition("=")[2].split(",")
                 }
                 for kernel in kernels.split(" | ")
             ]
-            table.setdefault((domain.strip("-"), name), []).append(
-                (int(first), int(last or 0), types)
+            table.setdefault((domain.strip("-"), operator_name), []).append(
+                (int(first_version), int(last_version or 0), types)
             )
     return table

@@ -49,54 +49,58 @@ LIBRARIES = (
 )
 
 
-def missing() -> list[Library]:
+def missing_libraries() -> list[Library]:
     """Return the libraries that neither an installed package nor the dynamic linker provides.
 
     Nothing is loaded.
     """
     return [
-        library for library in LIBRARIES if _installed(library) is None and not _in_system(library)
+        library
+        for library in LIBRARIES
+        if _installed_library_path(library) is None and not _is_in_system(library)
     ]
 
 
-def hint(absent: list[Library]) -> str:
+def install_command_text(absent: list[Library]) -> str:
     """Return the command that installs the missing libraries."""
     packages = " ".join(dict.fromkeys(library.package for library in absent))
     return f'pip install "ortlaunch[ort-cuda]" (or: pip install --no-deps {packages})'
 
 
-def preload() -> None:
+def load_libraries() -> None:
     """Load the libraries into this process, so that onnxruntime's CUDA provider finds them.
 
     Libraries without an installed package are skipped.
     """
     for library in LIBRARIES:
-        path = _installed(library)
+        path = _installed_library_path(library)
         if path is not None:
             ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
 
 
-def check() -> str:
+def check_gpu_in_subprocess() -> str:
     """Return why ONNX Runtime does not run on this process's GPU; empty if it does."""
-    if absent := missing():
+    if absent := missing_libraries():
         names = ", ".join(library.name for library in absent)
         return (
             f"the CUDA libraries of onnxruntime-training are not installed ({names}). "
-            f"Type: {hint(absent)}"
+            f"Type: {install_command_text(absent)}"
         )
     # In a subprocess: where a library or the driver is absent, ORT may abort the process.
     command = start.module_command("ortlaunch.ortmodule.build.cuda_libraries")
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             command, capture_output=True, text=True, timeout=_CHECK_SECONDS, check=False
         )
     except subprocess.TimeoutExpired:
         return f"one Relu of ONNX Runtime on CUDA was not computed in {_CHECK_SECONDS} s"
-    if done.returncode == 0:
+    if result.returncode == 0:
         return ""
-    output = done.stdout + done.stderr
+    output = result.stdout + result.stderr
     ending = (
-        f"signal {-done.returncode}" if done.returncode < 0 else f"exit status {done.returncode}"
+        f"signal {-result.returncode}"
+        if result.returncode < 0
+        else f"exit status {result.returncode}"
     )
     causes = (
         re.findall(r"CUDA failure \d+: [^;\n]*|.*Failed to load library.*", output)
@@ -108,7 +112,7 @@ def check() -> str:
     )
 
 
-def toolkit(search_path: str) -> str:
+def cuda_toolkit_folder(search_path: str) -> str:
     """Return the folder of the CUDA toolkit; empty if there is none.
 
     CUDA_HOME and CUDA_PATH come first, then nvcc's folder on `search_path`, then /usr/local/cuda.
@@ -116,46 +120,54 @@ def toolkit(search_path: str) -> str:
     nvcc = Path(shutil.which("nvcc", path=search_path) or "/usr/local/cuda/bin/nvcc")
     # nvcc on PATH may be a link or a script outside the toolkit.
     homes = (nvcc.parents[1], nvcc.resolve().parents[1], Path("/usr/local/cuda"))
-    whole = (str(home) for home in homes if (home / "include" / "cuda_runtime.h").is_file())
-    return os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or next(whole, "")
+    complete_homes = (
+        str(home) for home in homes if (home / "include" / "cuda_runtime.h").is_file()
+    )
+    return os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or next(complete_homes, "")
 
 
-def headers(cuda: str) -> list[str]:
+def cuda_include_folders(cuda_version: str) -> list[str]:
     """Return the include folders that torch's wheels for this CUDA version provide."""
-    name = "c*" if cuda.startswith("12.") else f"cu{cuda.partition('.')[0]}"
-    return [str(path) for folder in _folders() for path in sorted(folder.glob(f"{name}/include"))]
+    folder_pattern = (
+        "c*" if cuda_version.startswith("12.") else f"cu{cuda_version.partition('.')[0]}"
+    )
+    return [
+        str(path)
+        for folder in _nvidia_folders()
+        for path in sorted(folder.glob(f"{folder_pattern}/include"))
+    ]
 
 
-def _installed(library: Library) -> Path | None:
-    paths = (folder / library.folder / "lib" / library.name for folder in _folders())
+def _installed_library_path(library: Library) -> Path | None:
+    paths = (folder / library.folder / "lib" / library.name for folder in _nvidia_folders())
     return next((path for path in paths if path.exists()), None)
 
 
-def _folders() -> Iterator[Path]:
+def _nvidia_folders() -> Iterator[Path]:
     """Yield the folders `nvidia` of site-packages, a namespace that several packages share."""
     spec = importlib.util.find_spec("nvidia")
     yield from map(Path, (spec.submodule_search_locations or []) if spec else [])
 
 
-def _in_system(library: Library) -> bool:
+def _is_in_system(library: Library) -> bool:
     """Return whether the dynamic linker finds the library."""
     folders = [
         *filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)),
         # The run path of the wheel's CUDA provider.
         "/usr/local/cuda-11.8/lib",
     ]
-    return any(Path(folder, library.name).exists() for folder in folders) or _in_linker_cache(
+    return any(Path(folder, library.name).exists() for folder in folders) or _is_in_linker_cache(
         library
     )
 
 
-def _in_linker_cache(library: Library) -> bool:
+def _is_in_linker_cache(library: Library) -> bool:
     stem, _, version = library.name.removeprefix("lib").partition(".so.")
-    found = ctypes.util.find_library(stem)
-    return found is not None and found.endswith(f".so.{version}")
+    library_name = ctypes.util.find_library(stem)
+    return library_name is not None and library_name.endswith(f".so.{version}")
 
 
-def _relu() -> bytes:
+def _serialized_relu_model() -> bytes:
     from onnx import TensorProto, helper
 
     x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [2]) for name in "xy")
@@ -167,11 +179,11 @@ def _relu() -> bytes:
 
 def main() -> int:
     """Compute one Relu on CUDA; return 0 if ONNX Runtime ran it there."""
-    preload()
+    load_libraries()
     import numpy
     import onnxruntime
 
-    session = onnxruntime.InferenceSession(_relu(), providers=[PROVIDER])
+    session = onnxruntime.InferenceSession(_serialized_relu_model(), providers=[PROVIDER])
     if session.get_providers()[0] != PROVIDER:
         print(f"the session runs on {session.get_providers()[0]}")
         return 1

@@ -81,17 +81,15 @@ static at::Tensor tensor_from_capsule(PyObject* capsule) {
 _INTEROP_FILES = ("ctx_pool", "custom_function_shared", "custom_function_bw", "custom_function_fw")
 
 
-def _quiet(step: str) -> tuple[tuple[str, str], ...]:
+def _silent_error_changes(pass_name: str) -> tuple[tuple[str, str], ...]:
     """Return the changes after which an error in a function is raised alone, and not printed too."""
-    printed = (
-        f'    std::cerr << "custom_function_{step}_runner failed with " << e.what() << std::endl;\n'
-    )
+    printing_line = f'    std::cerr << "custom_function_{pass_name}_runner failed with " << e.what() << std::endl;\n'
     return (
         (
             "    if (PyErr_Occurred()) {\n      PyErr_Print();",
             "    if (PyErr_Occurred()) {\n      PyErr_Clear();",
         ),
-        (printed, ""),
+        (printing_line, ""),
     )
 
 
@@ -154,7 +152,7 @@ _CHANGES: dict[str, dict[str, tuple[tuple[str, str], ...]]] = {
         "custom_function_bw.cc": (
             ("#include <torch/extension.h>", ""),
             ("torch::utils::tensor_fromDLPack(", "tensor_from_capsule("),
-            *_quiet("backward"),
+            *_silent_error_changes("backward"),
         ),
         "custom_function_fw.h": (("#include <torch/extension.h>", ""),),
         "custom_function_fw.cc": (
@@ -208,7 +206,7 @@ _CHANGES: dict[str, dict[str, tuple[tuple[str, str], ...]]] = {
                 'and mark_dirty infos." << std::endl;',
                 "",
             ),
-            *_quiet("forward"),
+            *_silent_error_changes("forward"),
         ),
         "torch_interop_utils.cc": (
             (
@@ -238,7 +236,7 @@ _CHANGES: dict[str, dict[str, tuple[tuple[str, str], ...]]] = {
 
 # Appended to setup.py: load the built extension, in the process that has imported torch. Symbols
 # that torch hides are missed only at this point, not by the compiler.
-_LOADS = {
+_LOADING_CODE = {
     "torch_interop_utils": """
 import glob, importlib.util
 _file = glob.glob("build/lib*/torch_interop_utils*.so")[0]
@@ -252,32 +250,32 @@ class UnknownSource(ValueError):
     """An installed source file differs from the one that the changes were written for."""
 
 
-def adapt(name: str, work: Path) -> None:
-    """Change the copy of an extension's sources in `work` so that it builds on every torch.
+def adapt_sources(extension_name: str, source_folder: Path) -> None:
+    """Change the copy of an extension's sources in `source_folder` so that it builds on every torch.
 
     Raises:
         UnknownSource: a text to replace does not occur exactly once; names the file and the text.
     """
-    for file, replacements in _CHANGES.get(name, {}).items():
-        path = work / file
-        path.write_text(_replaced(path, replacements))
-    if name in _LOADS:
-        with open(work / "setup.py", "a") as setup:
-            setup.write(_LOADS[name])
+    for file, replacements in _CHANGES.get(extension_name, {}).items():
+        path = source_folder / file
+        path.write_text(_text_with_replacements(path, replacements))
+    if extension_name in _LOADING_CODE:
+        with open(source_folder / "setup.py", "a") as setup:
+            setup.write(_LOADING_CODE[extension_name])
 
 
-def revision() -> str:
+def source_revision() -> str:
     """Return a checksum of this file; builds of another revision are not reused."""
     return f"{zlib.crc32(Path(__file__).read_bytes()):08x}"
 
 
-def _replaced(path: Path, replacements: tuple[tuple[str, str], ...]) -> str:
+def _text_with_replacements(path: Path, replacements: tuple[tuple[str, str], ...]) -> str:
     text = path.read_text() if path.is_file() else ""
-    for old, new in replacements:
-        if text.count(old) != 1:
+    for old_text, new_text in replacements:
+        if text.count(old_text) != 1:
             raise UnknownSource(
-                f"ORT's {path.name} has {text.count(old)} times, instead of once: "
-                f"{old.strip()[:120]!r}"
+                f"ORT's {path.name} has {text.count(old_text)} times, instead of once: "
+                f"{old_text.strip()[:120]!r}"
             )
-        text = text.replace(old, new)
+        text = text.replace(old_text, new_text)
     return text

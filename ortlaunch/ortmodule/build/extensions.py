@@ -35,7 +35,7 @@ from ortlaunch.errors import MissingDependency, OrtlaunchError
 from ortlaunch.ortmodule.build import cuda_libraries, extension_sources
 
 ORT_VERSION = "1.19.2"
-EXTRA_OF = {"onnxruntime-training-cpu": "ort-cpu", "onnxruntime-training": "ort-cuda"}
+EXTRA_BY_PACKAGE = {"onnxruntime-training-cpu": "ort-cpu", "onnxruntime-training": "ort-cuda"}
 _OTHER_WHEELS = ("onnxruntime", "onnxruntime-gpu")
 NEWEST_PYTHON = (3, 11)
 # The first major version of CUDA whose nvcc does not compile for compute capability 7.0.
@@ -45,89 +45,98 @@ _FIRST_WITHOUT_VOLTA = 13
 INTEROP = "torch_interop_utils"
 
 
-def ort_package() -> str:
+def ort_package_name() -> str:
     """Return the name of the installed onnxruntime-training wheel; read package metadata only.
 
     Raises:
         MissingDependency: no wheel is installed, its version is wrong, or several wheels provide
             the module `onnxruntime`. The message has the command to type.
     """
-    training = versions(EXTRA_OF)
-    others = versions(_OTHER_WHEELS)
+    training = installed_versions(EXTRA_BY_PACKAGE)
+    others = installed_versions(_OTHER_WHEELS)
     if not training:
         raise MissingDependency(_install_hint())
-    name, found = next(iter(training.items()))
+    name, found_version = next(iter(training.items()))
     if len(training) + len(others) > 1:
-        raise MissingDependency(_clash_hint({**training, **others}, EXTRA_OF[name]))
-    if found != ORT_VERSION:
+        raise MissingDependency(_clash_hint({**training, **others}, EXTRA_BY_PACKAGE[name]))
+    if found_version != ORT_VERSION:
         raise MissingDependency(
-            f"the repairs of ORTModule are for {name} {ORT_VERSION}, and {found} is installed. "
-            f'Type: pip install "ortlaunch[{EXTRA_OF[name]}]"'
+            f"the repairs of ORTModule are for {name} {ORT_VERSION}, and {found_version} is installed. "
+            f'Type: pip install "ortlaunch[{EXTRA_BY_PACKAGE[name]}]"'
         )
     return name
 
 
 @functools.cache
-def version(package: str) -> str | None:
+def installed_version(package_name: str) -> str | None:
     """Return the version of an installed package from its metadata; None if it is not installed."""
     try:
-        return importlib.metadata.version(package)
+        return importlib.metadata.version(package_name)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-def versions(packages: Iterable[str]) -> dict[str, str]:
+def installed_versions(package_names: Iterable[str]) -> dict[str, str]:
     """Return those of the packages that are installed, with their versions."""
-    return {package: found for package in packages if (found := version(package))}
+    return {
+        package_name: package_version
+        for package_name in package_names
+        if (package_version := installed_version(package_name))
+    }
 
 
-def cache_dir() -> Path:
+def extension_cache_folder() -> Path:
     """Return the extensions' folder for this Python, torch, ORT and machine; it may not exist."""
-    return cache_root() / "extensions" / _key()
+    return cache_root() / "extensions" / _cache_key()
 
 
-def required_names() -> list[str]:
+def required_extensions() -> list[str]:
     """Return the names of the extensions that ORT uses with the installed versions."""
     names = ["aten_op_executor", INTEROP]
-    if _cuda_versions() is not None:
+    if _torch_and_ort_cuda() is not None:
         names += ["torch_gpu_allocator", "fused_ops"]
     return names
 
 
-def missing() -> list[str]:
+def missing_extensions() -> list[str]:
     """Return the names of the required extensions that are absent from the cache or damaged.
 
     torch_interop_utils is left out if its build failed for this torch.
     """
-    refusal = interop_refusal()
-    return [name for name in _unbuilt() if not (name == INTEROP and refusal)]
+    refusal = interop_refusal_reason()
+    return [name for name in _unbuilt_extensions() if not (name == INTEROP and refusal)]
 
 
-def interop_refusal() -> str:
+def interop_refusal_reason() -> str:
     """Return why torch_interop_utils could not be built for this torch.
 
     The text is empty if the extension is built, or if no build was tried.
     """
-    folder = cache_dir()
-    note = folder / f"{INTEROP}.refused"
-    return note.read_text() if note.is_file() and not (folder / f"{INTEROP}.so").is_file() else ""
+    folder = extension_cache_folder()
+    refusal_file = folder / f"{INTEROP}.refused"
+    return (
+        refusal_file.read_text()
+        if refusal_file.is_file() and not (folder / f"{INTEROP}.so").is_file()
+        else ""
+    )
 
 
-def _unbuilt() -> list[str]:
+def _unbuilt_extensions() -> list[str]:
     """Return the names of all required extensions that are absent from the cache or damaged."""
-    return [name for name in required_names() if _damage(name)]
+    return [name for name in required_extensions() if _damage_reason(name)]
 
 
-def damage() -> list[str]:
+def damage_descriptions() -> list[str]:
     """Return a description of each built extension that changed after the build."""
     return [
-        why
-        for name in required_names()
-        if (cache_dir() / f"{name}.so").exists() and (why := _damage(name))
+        description
+        for name in required_extensions()
+        if (extension_cache_folder() / f"{name}.so").exists()
+        and (description := _damage_reason(name))
     ]
 
 
-def _damage(name: str) -> str:
+def _damage_reason(extension_name: str) -> str:
     """Return why an extension must not be loaded; empty if it may be.
 
     Loading a truncated library would end the process by SIGBUS.
@@ -135,14 +144,14 @@ def _damage(name: str) -> str:
     Raises:
         FileError: another user could have replaced the library.
     """
-    folder = cache_dir()
+    folder = extension_cache_folder()
     # Folders that do not exist yet cannot belong to another user.
     for path in filter(Path.is_dir, (cache_root(), folder.parent, folder)):
         require_not_writable_by_others(path)
-    return reason_seal_is_invalid(folder / f"{name}.seal")
+    return reason_seal_is_invalid(folder / f"{extension_name}.seal")
 
 
-def build() -> list[str]:
+def build_missing_extensions() -> list[str]:
     """Build the missing extensions into the cache and return their names.
 
     A file lock makes two builders of one cache wait for each other.
@@ -152,16 +161,16 @@ def build() -> list[str]:
     """
     import filelock
 
-    if not _unbuilt():
+    if not _unbuilt_extensions():
         return []
     _require_tools()
-    folder = cache_dir()
+    folder = extension_cache_folder()
     try:
         make_cache_folder("extensions", folder.name)
         with filelock.FileLock(folder / ".lock"):
             # Another process may have built them while this one waited for the lock.
-            names = _unbuilt()
-            _compile(names, folder)
+            names = _unbuilt_extensions()
+            _compile_extensions(names, folder)
             for library in (folder / f"{name}.so" for name in names):
                 if library.exists():
                     seal_files(library.with_suffix(".seal"), [library])
@@ -184,25 +193,25 @@ def main() -> int:
 
 
 def _announce_and_build() -> None:
-    names = _unbuilt()
-    folder = cache_dir()
+    names = _unbuilt_extensions()
+    folder = extension_cache_folder()
     start = time.monotonic()
     if not names:
-        print(f"{', '.join(required_names())}: already built in {folder}")
+        print(f"{', '.join(required_extensions())}: already built in {folder}")
         return
-    for why in damage():
-        print(f"{why}; building it again")
+    for description in damage_descriptions():
+        print(f"{description}; building it again")
     print(
-        f"building {', '.join(names)} for torch {_torch_version()} and {ort_package()} "
+        f"building {', '.join(names)} for torch {_torch_version()} and {ort_package_name()} "
         f"{ORT_VERSION} ...",
         flush=True,
     )
-    build()
+    build_missing_extensions()
     print(f"built in {time.monotonic() - start:.0f} s: {folder}")
-    if interop_refusal():
+    if interop_refusal_reason():
         print(
             f"{INTEROP} could not be built, so ORTModule refuses custom autograd functions: "
-            f"{interop_refusal()}"
+            f"{interop_refusal_reason()}"
         )
 
 
@@ -210,10 +219,10 @@ def _announce_and_build() -> None:
 
 
 def _torch_version() -> str:
-    found = version("torch")
-    if found is None:
+    torch_version = installed_version("torch")
+    if torch_version is None:
         raise MissingDependency("torch is not installed. Type: pip install torch")
-    return found
+    return torch_version
 
 
 def _install_hint() -> str:
@@ -228,53 +237,62 @@ def _install_hint() -> str:
     )
 
 
-def _clash_hint(found: dict[str, str], extra: str) -> str:
-    listed = " and ".join(f"{name} {version}" for name, version in found.items())
+def _clash_hint(found_versions: dict[str, str], extra: str) -> str:
+    packages_text = " and ".join(f"{name} {version}" for name, version in found_versions.items())
     return (
-        f"{listed} are installed together, and each overwrites the other's files: keep one. "
-        f'Type: pip uninstall -y {" ".join(found)} && pip install "ortlaunch[{extra}]"'
+        f"{packages_text} are installed together, and each overwrites the other's files: keep one. "
+        f'Type: pip uninstall -y {" ".join(found_versions)} && pip install "ortlaunch[{extra}]"'
     )
 
 
-def _package(name: str) -> Path:
+def _package_folder(package_name: str) -> Path:
     """Return the folder of an installed package without importing it."""
-    spec = importlib.util.find_spec(name)
+    spec = importlib.util.find_spec(package_name)
     folders = spec.submodule_search_locations if spec else None
     if not folders:
         raise MissingDependency(
-            f"the package {name} is listed as installed, but its folder does not exist: "
+            f"the package {package_name} is listed as installed, but its folder does not exist: "
             "install it again"
         )
     return Path(folders[0])
 
 
-def _constant(file: Path, name: str) -> str | None:
+def _string_constant(file: Path, constant_name: str) -> str | None:
     """Return a string constant at the top level of a file, read without importing its package."""
-    found = re.search(rf"^{name}\b[^=]*=\s*['\"]([^'\"]+)['\"]", file.read_text(), re.MULTILINE)
-    return found[1] if found else None
+    match = re.search(
+        rf"^{constant_name}\b[^=]*=\s*['\"]([^'\"]+)['\"]", file.read_text(), re.MULTILINE
+    )
+    return match[1] if match else None
 
 
-def _cuda_versions() -> tuple[str, str] | None:
+def _torch_and_ort_cuda() -> tuple[str, str] | None:
     """Return the CUDA versions of torch and of ORT if both are CUDA builds, else None."""
-    if ort_package() != "onnxruntime-training":
+    if ort_package_name() != "onnxruntime-training":
         return None
-    torch_cuda = _constant(_package("torch") / "version.py", "cuda")
-    ort_cuda = _constant(
-        _package("onnxruntime") / "capi" / "build_and_package_info.py", "cuda_version"
+    torch_cuda = _string_constant(_package_folder("torch") / "version.py", "cuda")
+    ort_cuda = _string_constant(
+        _package_folder("onnxruntime") / "capi" / "build_and_package_info.py", "cuda_version"
     )
     return (torch_cuda, ort_cuda) if torch_cuda and ort_cuda else None
 
 
-def _key() -> str:
+def _cache_key() -> str:
     # If ORT and torch are both absent, the error about ORT is the more useful one, because ORT has
     # wheels for few versions of Python. So its package is determined first.
-    ort = f"{ort_package()}-{ORT_VERSION}"
-    python = sys.implementation.cache_tag or "python"
-    cuda = _cuda_versions()
-    gpus = (re.sub(r"[^\w.+]+", "-", _architectures(cuda[0])),) if cuda else ()
+    ort = f"{ort_package_name()}-{ORT_VERSION}"
+    python_tag = sys.implementation.cache_tag or "python"
+    cuda = _torch_and_ort_cuda()
+    gpu_architectures = (re.sub(r"[^\w.+]+", "-", _gpu_architectures(cuda[0])),) if cuda else ()
     platform = sysconfig.get_platform()
     return "_".join(
-        (python, f"torch-{_torch_version()}", ort, platform, extension_sources.revision(), *gpus)
+        (
+            python_tag,
+            f"torch-{_torch_version()}",
+            ort,
+            platform,
+            extension_sources.source_revision(),
+            *gpu_architectures,
+        )
     )
 
 
@@ -283,8 +301,8 @@ def _key() -> str:
 
 def _search_path() -> str:
     # In a virtual environment that was not activated, ninja is beside python and not on PATH.
-    here = (sysconfig.get_path("scripts"), os.path.dirname(sys.executable))
-    return os.pathsep.join((*here, os.environ.get("PATH", os.defpath)))
+    python_folders = (sysconfig.get_path("scripts"), os.path.dirname(sys.executable))
+    return os.pathsep.join((*python_folders, os.environ.get("PATH", os.defpath)))
 
 
 def _require_tools() -> None:
@@ -305,57 +323,70 @@ def _lacking_tools() -> Iterator[str]:
         yield "setuptools (pip install setuptools)"
     if not Path(sysconfig.get_path("include"), "Python.h").is_file():
         yield "Python's C headers (apt-get install python3-dev)"
-    if _cuda_versions() and not cuda_libraries.toolkit(_search_path()):
+    if _torch_and_ort_cuda() and not cuda_libraries.cuda_toolkit_folder(_search_path()):
         yield (
-            f"CUDA's compiler (nvcc {(_cuda_versions() or ('',))[0]} was not found; set CUDA_HOME)"
+            f"CUDA's compiler (nvcc {(_torch_and_ort_cuda() or ('',))[0]} was not found; set CUDA_HOME)"
         )
 
 
-def _compile(names: list[str], folder: Path) -> None:
+def _compile_extensions(names: list[str], folder: Path) -> None:
     """Compile the extensions in parallel in a temporary folder, then copy each into `folder`."""
     with tempfile.TemporaryDirectory(prefix="ortlaunch-") as temporary:
-        works = {name: Path(temporary) / name for name in names}
-        failed = {
-            name: problem for name, work in works.items() if (problem := _copy_sources(name, work))
+        build_folder_by_name = {name: Path(temporary) / name for name in names}
+        problem_by_name = {
+            name: problem
+            for name, build_folder in build_folder_by_name.items()
+            if (problem := _copy_sources(name, build_folder))
         }
-        started = {name: _start(work) for name, work in works.items() if name not in failed}
-        failed.update(
+        process_by_name = {
+            name: _start_build(build_folder)
+            for name, build_folder in build_folder_by_name.items()
+            if name not in problem_by_name
+        }
+        problem_by_name.update(
             {
-                name: _failure(name, works[name])
-                for name, process in started.items()
+                name: _build_failure_message(name, build_folder_by_name[name])
+                for name, process in process_by_name.items()
                 if process.wait() != 0
             }
         )
         # Training without torch_interop_utils works, so its failure is recorded and not raised.
-        if required := [problem for name, problem in failed.items() if name != INTEROP]:
-            raise MissingDependency(required[0])
+        if required_problems := [
+            problem for name, problem in problem_by_name.items() if name != INTEROP
+        ]:
+            raise MissingDependency(required_problems[0])
         for name in names:
-            if name in failed:
+            if name in problem_by_name:
                 (folder / f"{name}.refused").write_text(
-                    _refusal(failed[name], folder / f"{name}.log")
+                    _write_refusal_log(problem_by_name[name], folder / f"{name}.log")
                 )
             else:
-                _publish(next(works[name].glob(f"build/lib*/{name}*.so")), folder / f"{name}.so")
+                _copy_into_cache(
+                    next(build_folder_by_name[name].glob(f"build/lib*/{name}*.so")),
+                    folder / f"{name}.so",
+                )
 
 
-def _copy_sources(name: str, work: Path) -> str:
+def _copy_sources(extension_name: str, build_folder: Path) -> str:
     """Copy an extension's sources out of the wheel and adapt them; return an error, or ""."""
-    source = next(_package("onnxruntime").glob(f"training/ortmodule/torch_cpp_extensions/*/{name}"))
-    shutil.copytree(source, work, ignore=shutil.ignore_patterns("__pycache__"))
-    try:
-        extension_sources.adapt(name, work)
-    except extension_sources.UnknownSource as error:
-        return (
-            f"{error}. Type: pip install --force-reinstall --no-deps {ort_package()}=={ORT_VERSION}"
+    source_folder = next(
+        _package_folder("onnxruntime").glob(
+            f"training/ortmodule/torch_cpp_extensions/*/{extension_name}"
         )
+    )
+    shutil.copytree(source_folder, build_folder, ignore=shutil.ignore_patterns("__pycache__"))
+    try:
+        extension_sources.adapt_sources(extension_name, build_folder)
+    except extension_sources.UnknownSource as error:
+        return f"{error}. Type: pip install --force-reinstall --no-deps {ort_package_name()}=={ORT_VERSION}"
     return ""
 
 
-def _start(work: Path) -> subprocess.Popen[bytes]:
-    with open(work / "build.log", "wb") as log:
+def _start_build(build_folder: Path) -> subprocess.Popen[bytes]:
+    with open(build_folder / "build.log", "wb") as log:
         return subprocess.Popen(
             [sys.executable, "setup.py", "build"],
-            cwd=work,
+            cwd=build_folder,
             env={**os.environ, **_build_environment()},
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -374,60 +405,61 @@ def _build_environment() -> dict[str, str]:
     values["CFLAGS"] = (
         f"{sysconfig.get_config_var('CFLAGS') or ''} {os.environ.get('CFLAGS', '')} -O1 -g0"
     )
-    cuda = _cuda_versions()
+    cuda = _torch_and_ort_cuda()
     if cuda is not None:
         # torch_cpp_extensions/install.py sets these variables for the extensions' setup.py.
         values["ONNXRUNTIME_CUDA_VERSION"] = cuda[1]
-        values["TORCH_CUDA_ARCH_LIST"] = _architectures(cuda[0])
-        values["CUDA_HOME"] = cuda_libraries.toolkit(_search_path())
+        values["TORCH_CUDA_ARCH_LIST"] = _gpu_architectures(cuda[0])
+        values["CUDA_HOME"] = cuda_libraries.cuda_toolkit_folder(_search_path())
         # Searched last, for toolkits without the headers of cuBLAS, cuSPARSE and cuSOLVER.
         values["CPATH"] = os.pathsep.join(
-            filter(None, (os.environ.get("CPATH"), *cuda_libraries.headers(cuda[0])))
+            filter(None, (os.environ.get("CPATH"), *cuda_libraries.cuda_include_folders(cuda[0])))
         )
         values["ONNXRUNTIME_ROCM_VERSION"] = ""
         values["ONNXRUNTIME_CUDA_NVCC_EXTRA_ARGS"] = "-lineinfo,-O3,--use_fast_math,--threads,0"
     return values
 
 
-def _architectures(cuda: str) -> str:
+def _gpu_architectures(cuda_version: str) -> str:
     """Return the GPU architectures to compile for.
 
     They are TORCH_CUDA_ARCH_LIST, else all that this CUDA supports.
     """
     # All of them, because a login node has no GPU whose capability could be read.
-    oldest = "7.0;7.5" if int(cuda.partition(".")[0]) < _FIRST_WITHOUT_VOLTA else "7.5"
+    oldest = "7.0;7.5" if int(cuda_version.partition(".")[0]) < _FIRST_WITHOUT_VOLTA else "7.5"
     return os.environ.get("TORCH_CUDA_ARCH_LIST") or f"{oldest};8.0;8.6;9.0+PTX"
 
 
-def _publish(built: Path, destination: Path) -> None:
+def _copy_into_cache(built_file: Path, destination: Path) -> None:
     # Copied beside the destination, then renamed: a reader never sees half a file, and the
     # temporary folder may be on another file system.
-    arriving = destination.with_name(f".{destination.name}.{os.getpid()}")
+    temporary_file = destination.with_name(f".{destination.name}.{os.getpid()}")
     try:
-        shutil.copyfile(built, arriving)
-        os.replace(arriving, destination)
+        shutil.copyfile(built_file, temporary_file)
+        os.replace(temporary_file, destination)
     finally:
         with contextlib.suppress(FileNotFoundError):
-            arriving.unlink()
+            temporary_file.unlink()
 
 
-def _failure(name: str, work: Path) -> str:
+def _build_failure_message(extension_name: str, build_folder: Path) -> str:
     """Return the compiler's last lines and the final error, without setuptools' traceback."""
-    log = (work / "build.log").read_text(errors="replace")
+    log = (build_folder / "build.log").read_text(errors="replace")
     compiler, _, traceback = log.partition("Traceback (most recent call last):")
     lines = compiler.splitlines()[-30:] + traceback.strip().splitlines()[-1:]
-    return f"building {name} for torch {_torch_version()} failed. The last lines:\n" + "\n".join(
-        lines
+    return (
+        f"building {extension_name} for torch {_torch_version()} failed. The last lines:\n"
+        + "\n".join(lines)
     )
 
 
-def _refusal(problem: str, log: Path) -> str:
-    """Write a failed build's output to `log`; return its error line and the path of the log."""
-    log.write_text(problem)
+def _write_refusal_log(problem: str, log_file: Path) -> str:
+    """Write a failed build's output to `log_file`; return its error line and the path of the log."""
+    log_file.write_text(problem)
     lines = problem.splitlines()
     return (
         f"{next((line for line in lines if ' error: ' in line), lines[-1]).strip()} "
-        f"(complete output: {log})"
+        f"(complete output: {log_file})"
     )
 
 

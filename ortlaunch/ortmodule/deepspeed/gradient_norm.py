@@ -16,16 +16,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ortlaunch.ortmodule.deepspeed.sources import unknown_source
-from ortlaunch.ortmodule.deepspeed.sum_of_squares import sum_of_squares
+from ortlaunch.ortmodule.deepspeed.sources import unknown_source_reason
+from ortlaunch.ortmodule.deepspeed.sum_of_squares import float64_sum_of_squares
 from ortlaunch.ortmodule.deepspeed.zero_types import Sharded
 
 # The methods of the optimizer that are replaced.
-_REPLACED = ("has_overflow_partitioned_grads_serial", "has_overflow_serial", "get_grad_norm_direct")
+_REPLACED_METHODS = (
+    "has_overflow_partitioned_grads_serial",
+    "has_overflow_serial",
+    "get_grad_norm_direct",
+)
 _DTYPES = {torch.float32, torch.float16, torch.bfloat16}
 
 
-class Applied(NamedTuple):
+class GradientNormProvider(NamedTuple):
     """Whether a fused pass is active, who provides it, and why not ("" if it is active).
 
     The provider is "onnxruntime", "ortlaunch" or None.
@@ -36,7 +40,7 @@ class Applied(NamedTuple):
     why: str
 
 
-def fuse_gradient_norm(optimizer: Sharded) -> Applied:
+def fuse_gradient_norm(optimizer: Sharded) -> GradientNormProvider:
     """Replace those methods of this optimizer that read all gradients.
 
     An optimizer that is not supported stays unchanged.
@@ -44,22 +48,22 @@ def fuse_gradient_norm(optimizer: Sharded) -> Applied:
     Returns:
         Whether the methods were replaced; if not, why.
     """
-    if why := _left_to_deepspeed(optimizer):
-        return Applied(False, None, why)
-    stand_in = _FusedPass(optimizer)
-    # Set on the instance only. `restore` deletes them, and the class's own methods show again.
-    for name in _REPLACED:
-        setattr(optimizer, name, getattr(stand_in, name))
-    return Applied(True, "ortlaunch", "")
+    if reason := _unsupported_reason(optimizer):
+        return GradientNormProvider(False, None, reason)
+    fused_pass = _FusedPass(optimizer)
+    # Set on the instance only. `restore_deepspeed_norm` deletes them, and the class's own methods show again.
+    for name in _REPLACED_METHODS:
+        setattr(optimizer, name, getattr(fused_pass, name))
+    return GradientNormProvider(True, "ortlaunch", "")
 
 
-def restore(optimizer: object) -> None:
+def restore_deepspeed_norm(optimizer: object) -> None:
     """Restore DeepSpeed's own methods of the optimizer."""
-    for name in _REPLACED:
+    for name in _REPLACED_METHODS:
         vars(optimizer).pop(name, None)
 
 
-def _left_to_deepspeed(optimizer: Sharded) -> str:
+def _unsupported_reason(optimizer: Sharded) -> str:
     """Return why this optimizer is left unchanged, or ""."""
     # Local imports: DeepSpeed is optional.
     import deepspeed
@@ -68,14 +72,16 @@ def _left_to_deepspeed(optimizer: Sharded) -> str:
     # The exact type: a subclass may override methods that the fused pass relies on.
     if type(optimizer) is not DeepSpeedZeroOptimizer:
         return f"only ZeRO 1 and 2 are supported, not {type(optimizer).__name__}"
-    if why := unknown_source(DeepSpeedZeroOptimizer):
-        return f"DeepSpeed {deepspeed.__version__} is not supported: {why}"
-    if any(name in vars(optimizer) for name in _REPLACED):
+    if source_reason := unknown_source_reason(DeepSpeedZeroOptimizer):
+        return f"DeepSpeed {deepspeed.__version__} is not supported: {source_reason}"
+    if any(name in vars(optimizer) for name in _REPLACED_METHODS):
         return "the optimizer is modified already"
-    return next((reason for found, reason in _peculiarities(optimizer) if found), "")
+    return next(
+        (reason for is_present, reason in _unsupported_properties(optimizer) if is_present), ""
+    )
 
 
-def _peculiarities(optimizer: Sharded) -> list[tuple[bool, str]]:
+def _unsupported_properties(optimizer: Sharded) -> list[tuple[bool, str]]:
     """Return (found, reason) for each property that the fused pass does not support."""
     parameters = [parameter for group in optimizer.bit16_groups for parameter in group]
     return [
@@ -103,32 +109,35 @@ class _FusedPass:
     def __init__(self, optimizer: Sharded) -> None:
         self.optimizer = optimizer
         # One entry per parameter group with gradients on this rank, until its norm is computed.
-        self.left: list[tuple[_State, Tensor]] = []
+        self.kept_squares: list[tuple[_TensorVersions, Tensor]] = []
 
     def has_overflow_partitioned_grads_serial(self) -> Tensor:
         """Return a bool tensor of shape (1,): whether a gradient of this rank has inf or nan."""
         optimizer = self.optimizer
         sums = []
-        self.left = []
+        self.kept_squares = []
         for i in range(len(optimizer.bit16_groups)):
             gradients = [
                 gradient for gradient in optimizer.averaged_gradients[i] if gradient is not None
             ]
-            counted, others = _counted(gradients, optimizer.params_in_partition[i])
+            norm_gradients, other_gradients = _split_counted_gradients(
+                gradients, optimizer.params_in_partition[i]
+            )
             squares = [
-                sum_of_squares(tensors) if tensors else None for tensors in (counted, others)
+                float64_sum_of_squares(tensors) if tensors else None
+                for tensors in (norm_gradients, other_gradients)
             ]
             if squares[0] is not None:
-                self.left.append((_State(counted), squares[0]))
+                self.kept_squares.append((_TensorVersions(norm_gradients), squares[0]))
             sums += [square for square in squares if square is not None]
-        return self._any_not_finite(sums)
+        return self._has_non_finite(sums)
 
     def has_overflow_serial(self, params: Sequence[torch.nn.Parameter]) -> Tensor:
         """Return a bool tensor of shape (1,): whether the `grad` of a parameter has inf or nan."""
         gradients = [parameter.grad for parameter in params if parameter.grad is not None]
-        return self._any_not_finite([sum_of_squares(gradients)] if gradients else [])
+        return self._has_non_finite([float64_sum_of_squares(gradients)] if gradients else [])
 
-    def _any_not_finite(self, sums: list[Tensor]) -> Tensor:
+    def _has_non_finite(self, sums: list[Tensor]) -> Tensor:
         if not sums:
             return torch.zeros(1, dtype=torch.bool, device=self._device())
         # The sum is float64, so it is finite exactly if all elements are.
@@ -147,29 +156,29 @@ class _FusedPass:
         optimizer = self.optimizer
         # Sums of squares give only the 2-norm. Other norms are DeepSpeed's.
         if float(norm_type) != 2.0:
-            stock = types.MethodType(type(optimizer).get_grad_norm_direct, optimizer)
-            norm: Tensor = stock(gradients, params, norm_type)
+            original_norm = types.MethodType(type(optimizer).get_grad_norm_direct, optimizer)
+            norm: Tensor = original_norm(gradients, params, norm_type)
             return norm
         import deepspeed.comm as dist
 
-        counted, _ = _counted(gradients, params)
-        total = self._squares(counted).float()
+        norm_gradients, _ = _split_counted_gradients(gradients, params)
+        total = self._take_or_compute_squares(norm_gradients).float()
         dist.all_reduce(total, op=dist.ReduceOp.SUM, group=optimizer.dp_process_group)
         total = total.sqrt()
         return total.masked_fill_(total.isfinite().logical_not(), -1.0)
 
-    def _squares(self, counted: list[Tensor]) -> Tensor:
+    def _take_or_compute_squares(self, norm_gradients: list[Tensor]) -> Tensor:
         """Return the sum of squares that the check has kept for these gradients, or compute it.
 
         A kept sum is used once.
         """
-        for i, (state, squares) in enumerate(self.left):
-            if state.is_of(counted):
-                del self.left[i]
+        for i, (tensor_versions, squares) in enumerate(self.kept_squares):
+            if tensor_versions.matches_tensors(norm_gradients):
+                del self.kept_squares[i]
                 return squares
         return (
-            sum_of_squares(counted)
-            if counted
+            float64_sum_of_squares(norm_gradients)
+            if norm_gradients
             else torch.zeros((), dtype=torch.float64, device=self._device())
         )
 
@@ -179,27 +188,31 @@ class _FusedPass:
         return torch.device(get_accelerator().current_device_name())
 
 
-class _State:
+class _TensorVersions:
     """The identity and version of tensors, to detect that one was replaced or changed in place."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         # Weak references, so that no gradient is kept alive; torch counts changes in `_version`.
         self.tensors = [(weakref.ref(tensor), tensor._version) for tensor in tensors]
 
-    def is_of(self, tensors: Sequence[Tensor]) -> bool:
+    def matches_tensors(self, tensors: Sequence[Tensor]) -> bool:
         return len(tensors) == len(self.tensors) and all(
             version == tensor._version and reference() is tensor
             for tensor, (reference, version) in zip(tensors, self.tensors)
         )
 
 
-def _counted(
+def _split_counted_gradients(
     gradients: Sequence[Tensor], params: Sequence[torch.nn.Parameter]
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return (counted gradients, others: padding and surplus).
 
     The norm uses the first list only. The overflow check uses both.
     """
-    real = [gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False)]
-    padding = [gradient for gradient in gradients if getattr(gradient, "_zero_padding", False)]
-    return real[: len(params)], [*real[len(params) :], *padding]
+    real_gradients = [
+        gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False)
+    ]
+    padding_gradients = [
+        gradient for gradient in gradients if getattr(gradient, "_zero_padding", False)
+    ]
+    return real_gradients[: len(params)], [*real_gradients[len(params) :], *padding_gradients]

@@ -58,57 +58,70 @@ _CHANGES = {
 }
 
 
-def known_sources() -> dict[str, dict[str, str]]:
+def known_function_hashes() -> dict[str, dict[str, str]]:
     """Return release -> function -> fingerprint, with all functions for each release."""
-    known: dict[str, dict[str, str]] = {}
-    whole: dict[str, str] = {}
+    hashes_by_release: dict[str, dict[str, str]] = {}
+    release_hashes: dict[str, str] = {}
     for release, changes in _CHANGES.items():
-        whole = known[release] = {**whole, **changes}
-    return known
+        release_hashes = hashes_by_release[release] = {**release_hashes, **changes}
+    return hashes_by_release
 
 
-def unknown_source(optimizer: type) -> str:
+def unknown_source_reason(optimizer_class: type) -> str:
     """Return why the source of a ZeRO 1 or 2 optimizer class is not a known one, or ""."""
-    known = known_sources()
-    found = installed(optimizer, set().union(*known.values()))
-    strange = {
-        release: [name for name, print_ in whole.items() if found.get(name) != print_]
-        for release, whole in known.items()
+    hashes_by_release = known_function_hashes()
+    installed_hashes = installed_function_hashes(
+        optimizer_class, set().union(*hashes_by_release.values())
+    )
+    changed_by_release = {
+        release: [
+            name
+            for name, known_hash in release_hashes.items()
+            if installed_hashes.get(name) != known_hash
+        ]
+        for release, release_hashes in hashes_by_release.items()
     }
     # Of equally near releases the latest one is reported.
-    nearest = min(reversed(list(strange)), key=lambda release: len(strange[release]))
-    if not strange[nearest]:
+    nearest_release = min(
+        reversed(list(changed_by_release)), key=lambda release: len(changed_by_release[release])
+    )
+    if not changed_by_release[nearest_release]:
         return ""
     return (
-        f"{', '.join(strange[nearest])} differs from all known releases (0.16.0 to "
-        f"{list(known)[-1]})"
+        f"{', '.join(changed_by_release[nearest_release])} differs from all known releases (0.16.0 to "
+        f"{list(hashes_by_release)[-1]})"
     )
 
 
-def installed(optimizer: type, names: set[str]) -> dict[str, str]:
+def installed_function_hashes(optimizer_class: type, function_names: set[str]) -> dict[str, str]:
     """Return the fingerprints of the named methods of the optimizer, or functions of its module."""
-    module = sys.modules[optimizer.__module__]
+    module = sys.modules[optimizer_class.__module__]
     functions = {
-        name: getattr(optimizer, name, None) or getattr(module, name, None) for name in names
+        name: getattr(optimizer_class, name, None) or getattr(module, name, None)
+        for name in function_names
     }
     return {
-        name: fingerprint(function) for name, function in functions.items() if function is not None
+        name: function_hash(function)
+        for name, function in functions.items()
+        if function is not None
     }
 
 
-def fingerprint(function: Any) -> str:
+def function_hash(function: Any) -> str:
     """Return the first 16 hex digits of the sha256 of a function's source, or "" without one."""
     try:
         source = textwrap.dedent(inspect.getsource(function)).strip()
     except (OSError, TypeError):
         return ""
-    return source_guard.fingerprint(source)
+    return source_guard.source_hash(source)
 
 
 if __name__ == "__main__":
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
     for name, value in sorted(
-        installed(DeepSpeedZeroOptimizer, set().union(*known_sources().values())).items()
+        installed_function_hashes(
+            DeepSpeedZeroOptimizer, set().union(*known_function_hashes().values())
+        ).items()
     ):
         print(name, value)

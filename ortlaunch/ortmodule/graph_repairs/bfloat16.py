@@ -16,7 +16,7 @@ from onnx import TensorProto, helper
 from ortlaunch.ortmodule.base.counters import tally
 from ortlaunch.ortmodule.base.graph import replace_nodes
 from ortlaunch.ortmodule.base.patching import wrap_method
-from ortlaunch.ortmodule.base.source_guard import EVALUATION, MANAGER, TRAINING, owner
+from ortlaunch.ortmodule.base.source_guard import EVALUATION, MANAGER, TRAINING, function_owner
 from ortlaunch.ortmodule.build import cuda_kernels
 from ortlaunch.ortmodule.torch_in_graph.torch_kernels import Rewriting
 
@@ -24,27 +24,27 @@ if TYPE_CHECKING:
     from ortlaunch.ortmodule.base.ort_types import AnyFunction, Manager
 
 # As cuda_kernels names types.
-_KIND = "bfloat16"
+_TYPE_NAME = "bfloat16"
 # By ORT's operator: torch's operator, and the arguments after its inputs.
-_ATEN: dict[str, tuple[str, tuple[object, ...]]] = {
+_ATEN_CALLS: dict[str, tuple[str, tuple[object, ...]]] = {
     "Gelu": ("gelu", ("",)),
     "GeluGrad": ("gelu_backward", ("",)),
     "TanhGrad": ("tanh_backward", ()),
     "SigmoidGrad": ("sigmoid_backward", ()),
     "QuickGelu": ("silu", ()),
 }
-# ORT's session fuses nodes after `complete` has run; these fusions make operators without a kernel.
+# ORT's session fuses nodes after `give_every_node_a_kernel` has run; these fusions make operators without a kernel.
 _FUSIONS = "QuickGeluFusion;GeluFusion;BiasSoftmaxFusion;SkipLayerNormFusion"
 
 
-def install() -> None:
+def install_bfloat16_repairs() -> None:
     """Complete each graph that is built for a GPU."""
     for manager in (TRAINING, EVALUATION):
-        wrap_method(owner(manager), "_build_graph", _building)
-    wrap_method(owner(MANAGER), "_get_session_config", _without_fusions)
+        wrap_method(function_owner(manager), "_build_graph", _build_and_complete_graph)
+    wrap_method(function_owner(MANAGER), "_get_session_config", _disable_fusions)
 
 
-def correct_casts(model: onnx.ModelProto) -> None:
+def correct_bfloat16_casts(model: onnx.ModelProto) -> None:
     """Correct the type of the casts to bfloat16 that torch's exporter writes.
 
     The exporter writes 15 for them, which is complex128; ORT has no such tensors. Source:
@@ -56,24 +56,25 @@ def correct_casts(model: onnx.ModelProto) -> None:
                 attribute.i = TensorProto.BFLOAT16
 
 
-def _building(original: AnyFunction, manager: Manager, *args: object) -> None:
+def _build_and_complete_graph(original: AnyFunction, manager: Manager, *args: object) -> None:
     original(manager, *args)
     # Only after ORT has built the graph, because its gradient brings new nodes.
     if manager._device.type == "cuda":
-        complete(manager._onnx_models.optimized_model)
+        give_every_node_a_kernel(manager._onnx_models.optimized_model)
 
 
-def _without_fusions(original: AnyFunction, manager: Manager) -> object:
+def _disable_fusions(original: AnyFunction, manager: Manager) -> object:
     config = original(manager)
     if (
         manager._device.type == "cuda"
-        and _KIND in cuda_kernels.types_of(manager._onnx_models.optimized_model.graph).values()
+        and _TYPE_NAME
+        in cuda_kernels.tensor_types(manager._onnx_models.optimized_model.graph).values()
     ):
         config[0].add_session_config_entry("optimization.disable_specified_optimizers", _FUSIONS)
     return config
 
 
-def complete(
+def give_every_node_a_kernel(
     model: onnx.ModelProto, has_kernel: Callable[..., bool] = cuda_kernels.has_kernel
 ) -> None:
     """Give every node of an onnx.ModelProto that reads or writes bfloat16 a kernel.
@@ -83,59 +84,67 @@ def complete(
             would.
     """
     # Both strings are names of ONNX's default domain.
-    opset = next(used.version for used in model.opset_import if used.domain in ("", "ai.onnx"))
-    types = cuda_kernels.types_of(model.graph)
+    opset = next(
+        opset_entry.version
+        for opset_entry in model.opset_import
+        if opset_entry.domain in ("", "ai.onnx")
+    )
+    type_by_name = cuda_kernels.tensor_types(model.graph)
     rewriting = Rewriting(model.graph)
-    replaced = set()
+    replaced_operators = set()
     for node in model.graph.node:
-        halves = {name for name in (*node.input, *node.output) if types.get(name) == _KIND}
-        if not halves or has_kernel(node, types, opset):
+        bfloat16_names = {
+            name for name in (*node.input, *node.output) if type_by_name.get(name) == _TYPE_NAME
+        }
+        if not bfloat16_names or has_kernel(node, type_by_name, opset):
             rewriting.nodes.append(node)
             continue
         # First choice: torch's operator on bfloat16. Second: ORT's own in float32.
-        replaced.add(node.op_type)
+        replaced_operators.add(node.op_type)
         # torch's silu is QuickGelu with an alpha of 1; other alphas run in float32.
-        if node.op_type in _ATEN and (
-            node.op_type != "QuickGelu" or [one.f for one in node.attribute] == [1]
+        if node.op_type in _ATEN_CALLS and (
+            node.op_type != "QuickGelu" or [attribute.f for attribute in node.attribute] == [1]
         ):
-            operator, rest = _ATEN[node.op_type]
-            rewriting.call(operator, [*node.input, *rest], node.output)
-        elif has_kernel(node, {**types, **dict.fromkeys(halves, "float")}, opset):
-            _in_float32(rewriting, node, halves)
+            operator, other_arguments = _ATEN_CALLS[node.op_type]
+            rewriting.add_call(operator, [*node.input, *other_arguments], node.output)
+        elif has_kernel(node, {**type_by_name, **dict.fromkeys(bfloat16_names, "float")}, opset):
+            _add_node_in_float32(rewriting, node, bfloat16_names)
         else:
             raise RuntimeError(
                 "Could not find an implementation for "
-                f"{node.op_type}({', '.join(types.get(name) or 'unknown' for name in node.input if name)}), "
+                f"{node.op_type}({', '.join(type_by_name.get(name) or 'unknown' for name in node.input if name)}), "
                 f"node {node.name}: ONNX Runtime 1.19.2 has no CUDA kernel of it for bfloat16 or "
                 "float32. Train in fp16, or use the model without ORTModule"
             )
-    if replaced:
-        tally.note(
+    if replaced_operators:
+        tally.add_note_once(
             "bfloat16: by torch or in float32, without a CUDA kernel in ONNX Runtime: "
-            f"{', '.join(sorted(replaced))}"
+            f"{', '.join(sorted(replaced_operators))}"
         )
         replace_nodes(model.graph, rewriting.nodes)
         # 16 is onnx.TensorProto.BFLOAT16.
-        model.graph.value_info.extend(rewriting.unknown_values(16))
+        model.graph.value_info.extend(rewriting.untyped_output_infos(16))
 
 
-def _in_float32(rewriting: Rewriting, node: onnx.NodeProto, halves: set[str]) -> None:
+def _add_node_in_float32(
+    rewriting: Rewriting, node: onnx.NodeProto, bfloat16_names: set[str]
+) -> None:
     """Add a node with its bfloat16 tensors cast to float32 and back.
 
     Each result is rounded once, as in torch.
     """
     # Casts back to bfloat16, which follow the node.
-    after = []
-    for place, name in enumerate(node.input):
-        if name in halves:
-            node.input[place] = f"{node.output[0]}_float_{place}"
+    casts_after = []
+    for position, name in enumerate(node.input):
+        if name in bfloat16_names:
+            node.input[position] = f"{node.output[0]}_float_{position}"
             rewriting.nodes.append(
-                helper.make_node("Cast", [name], [node.input[place]], to=TensorProto.FLOAT)
+                helper.make_node("Cast", [name], [node.input[position]], to=TensorProto.FLOAT)
             )
-    for place, name in enumerate(node.output):
-        if name in halves:
-            node.output[place] = f"{name}_float"
-            after.append(
-                helper.make_node("Cast", [node.output[place]], [name], to=TensorProto.BFLOAT16)
+    for position, name in enumerate(node.output):
+        if name in bfloat16_names:
+            node.output[position] = f"{name}_float"
+            casts_after.append(
+                helper.make_node("Cast", [node.output[position]], [name], to=TensorProto.BFLOAT16)
             )
-    rewriting.nodes += [node, *after]
+    rewriting.nodes += [node, *casts_after]

@@ -18,7 +18,7 @@ import torch
 from ortlaunch.ortmodule.base import patching
 from ortlaunch.ortmodule.base.export import Export
 from ortlaunch.ortmodule.base.graph import replace_nodes
-from ortlaunch.ortmodule.base.source_guard import TRANSITION, owner
+from ortlaunch.ortmodule.base.source_guard import TRANSITION, function_owner
 
 if TYPE_CHECKING:
     import onnx
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     )
 
 # Key in the graph's metadata_props, which stay with the model through ORT's passes.
-_SIZES = "ortlaunch.sizes"
+_SIZES_KEY = "ortlaunch.sizes"
 # ONNX operators that broadcast all of their inputs.
 _BROADCASTING = {
     "Add", "And", "Div", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Max", "Min", "Mod", "Mul", "Or",
     "Pow", "Sub", "Sum", "Where", "Xor",
 }  # fmt: skip
-Shapes = Mapping[str, Sequence[object] | None]
+ShapeByName = Mapping[str, Sequence[object] | None]
 
 
 def keep_broadcast_sizes() -> None:
@@ -50,46 +50,51 @@ def keep_broadcast_sizes() -> None:
     inference = importlib.import_module(
         "onnxruntime.tools.symbolic_shape_infer"
     ).SymbolicShapeInference
-    patching.wrap_method(inference, "_broadcast_shapes", _broadcast)
-    patching.wrap_method(inference, "_check_merged_dims", _merged_where_equal)
-    patching.wrap_method(inference, "_onnx_infer_single_node", _with_broadcast_sizes)
-    patching.wrap_method(inference, "_infer_PythonOp", _with_own_sizes)
-    patching.wrap_method(owner(TRANSITION), "_infer_shapes", _with_hidden_shapes)
+    patching.wrap_method(inference, "_broadcast_shapes", _broadcast_known_sizes)
+    patching.wrap_method(inference, "_check_merged_dims", _merge_equal_sizes)
+    patching.wrap_method(inference, "_onnx_infer_single_node", _infer_with_broadcast_sizes)
+    patching.wrap_method(inference, "_infer_PythonOp", _infer_with_separate_sizes)
+    patching.wrap_method(function_owner(TRANSITION), "_infer_shapes", _infer_and_hide_shapes)
 
 
-def note_sizes(export: Export, model: onnx.ModelProto) -> None:
+def record_batch_sizes(export: Export, model: onnx.ModelProto) -> None:
     """Write the sizes of this batch into the graph, by the names of its inputs' dimensions."""
-    names = export.info.onnx_graph_input_names
-    given = {
-        name: value for name, value in zip(names, export.inputs) if isinstance(value, torch.Tensor)
+    input_names = export.info.onnx_graph_input_names
+    tensor_inputs = {
+        name: value
+        for name, value in zip(input_names, export.inputs)
+        if isinstance(value, torch.Tensor)
     }
     sizes = {
         # The names by which ORT exports dynamic axes.
         f"{name}_dim{i}": size
-        for name, value in given.items()
+        for name, value in tensor_inputs.items()
         for i, size in enumerate(value.shape)
     }
-    model.metadata_props.add(key=_SIZES, value=json.dumps(sizes))
+    model.metadata_props.add(key=_SIZES_KEY, value=json.dumps(sizes))
 
 
-def _broadcast(
+def _broadcast_known_sizes(
     original: AnyFunction,
     inference: ShapeInference,
-    first: Sequence[object],
-    second: Sequence[object],
+    first_shape: Sequence[object],
+    second_shape: Sequence[object],
 ) -> list[object]:
     """Return the sizes of two broadcast shapes; sizes that may differ get a new name."""
     # Shapes are aligned at the last dimension, and missing sizes are 1.
-    rank = max(len(first), len(second))
-    pairs = zip([1] * (rank - len(first)) + list(first), [1] * (rank - len(second)) + list(second))
+    rank = max(len(first_shape), len(second_shape))
+    pairs = zip(
+        [1] * (rank - len(first_shape)) + list(first_shape),
+        [1] * (rank - len(second_shape)) + list(second_shape),
+    )
     return [
-        original(inference, [one], [other])[0] if 1 in (one, other) or _are_equal(inference, (one, other))
-        else _either(inference, one, other)
-        for one, other in pairs
+        original(inference, [size], [other])[0] if 1 in (size, other) or _are_equal(inference, (size, other))
+        else _symbol_for_either_size(inference, size, other)
+        for size, other in pairs
     ]  # fmt: skip
 
 
-def _merged_where_equal(
+def _merge_equal_sizes(
     original: AnyFunction,
     inference: ShapeInference,
     dims: Sequence[object],
@@ -100,7 +105,7 @@ def _merged_where_equal(
         original(inference, dims, allow_broadcast=allow_broadcast)
 
 
-def _with_broadcast_sizes(
+def _infer_with_broadcast_sizes(
     original: AnyFunction, inference: ShapeInference, node: onnx.NodeProto
 ) -> None:
     """Infer a node, then set the sizes that the single node's inference leaves open.
@@ -110,67 +115,73 @@ def _with_broadcast_sizes(
     original(inference, node)
     if node.op_type not in _BROADCASTING or node.output[0] not in inference.known_vi_:
         return
-    found = inference.known_vi_[node.output[0]].type.tensor_type
-    shapes = [inference._get_shape(node, place) for place in range(len(node.input))]
-    if not found.HasField("shape") or any(shape is None or None in shape for shape in shapes):
+    tensor_type = inference.known_vi_[node.output[0]].type.tensor_type
+    shapes = [inference._get_shape(node, position) for position in range(len(node.input))]
+    if not tensor_type.HasField("shape") or any(shape is None or None in shape for shape in shapes):
         return
     sizes: list[object] = []
     for shape in shapes:
         sizes = inference._broadcast_shapes(sizes, shape)
-    for dim, size in zip(found.shape.dim, sizes):
+    for dim, size in zip(tensor_type.shape.dim, sizes):
         if size is not None and not dim.dim_value and dim.dim_param not in inference.symbolic_dims_:
             dim.Clear()
             setattr(dim, "dim_param" if isinstance(size, str) else "dim_value", size)
 
 
-def _with_own_sizes(original: AnyFunction, inference: ShapeInference, node: onnx.NodeProto) -> None:
+def _infer_with_separate_sizes(
+    original: AnyFunction, inference: ShapeInference, node: onnx.NodeProto
+) -> None:
     """Infer a function's outputs, and name the sizes of each: ORT names those of all alike."""
     original(inference, node)
     # The first output is the function's context.
-    for output, name in enumerate(node.output[2:], 2):
+    for output_index, name in enumerate(node.output[2:], 2):
         dims = inference.known_vi_[name].type.tensor_type.shape.dim
-        for place, dim in enumerate(dims):
-            if dim.dim_param == str(inference._new_symbolic_dim_from_output(node, 0, place)):
-                new = inference._new_symbolic_dim_from_output(node, output, place)
-                dim.dim_param = str(new)
+        for axis, dim in enumerate(dims):
+            if dim.dim_param == str(inference._new_symbolic_dim_from_output(node, 0, axis)):
+                new_name = inference._new_symbolic_dim_from_output(node, output_index, axis)
+                dim.dim_param = str(new_name)
 
 
 def _are_equal(inference: ShapeInference, dims: Sequence[object]) -> bool:
     if len(set(dims)) < 2:
         return True
-    values = [_value(inference, dim) for dim in dims]
+    values = [_size_in_export_batch(inference, dim) for dim in dims]
     return None not in values and len(set(values)) == 1
 
 
-def _value(inference: ShapeInference, dim: Any) -> int | None:
+def _size_in_export_batch(inference: ShapeInference, dim: Any) -> int | None:
     """Return the value of a size in the batch of the export, or None if it is unknown."""
     if not isinstance(dim, str):
         return None if dim is None else int(dim)
-    known = _sizes(inference)
-    if dim in known:
-        return known[dim]
+    size_by_name = _sizes_of_export_batch(inference)
+    if dim in size_by_name:
+        return size_by_name[dim]
     # A computed size is a SymPy formula; its symbols are sizes of inputs.
-    form = inference.symbolic_dims_.get(dim)
-    if form is None or any(str(symbol) not in known for symbol in form.free_symbols):
+    formula = inference.symbolic_dims_.get(dim)
+    if formula is None or any(str(symbol) not in size_by_name for symbol in formula.free_symbols):
         return None
-    return int(form.subs({symbol: known[str(symbol)] for symbol in form.free_symbols}))
+    return int(formula.subs({symbol: size_by_name[str(symbol)] for symbol in formula.free_symbols}))
 
 
-def _sizes(inference: ShapeInference) -> dict[str, int]:
-    known: dict[str, int] | None = vars(inference).get("_ortlaunch_sizes")
-    if known is None:
-        notes = {prop.key: prop.value for prop in inference.out_mp_.metadata_props}
+def _sizes_of_export_batch(inference: ShapeInference) -> dict[str, int]:
+    size_by_name: dict[str, int] | None = vars(inference).get("_ortlaunch_sizes")
+    if size_by_name is None:
+        metadata = {prop.key: prop.value for prop in inference.out_mp_.metadata_props}
         # Kept on the inference object, which is one for each graph.
-        known = vars(inference)["_ortlaunch_sizes"] = json.loads(notes.get(_SIZES, "{}"))
-    return known
+        size_by_name = vars(inference)["_ortlaunch_sizes"] = json.loads(
+            metadata.get(_SIZES_KEY, "{}")
+        )
+    return size_by_name
 
 
-def _either(inference: ShapeInference, one: object, other: object) -> str:
+def _symbol_for_either_size(inference: ShapeInference, size: object, other_size: object) -> str:
     """Return a symbolic size for a dimension that has one of two sizes."""
     sympy: Any = importlib.import_module("sympy")
-    names: dict[Any, str] = vars(inference).setdefault("_ortlaunch_either", {})
+    name_by_sizes: dict[Any, str] = vars(inference).setdefault("_ortlaunch_either", {})
     # The same two sizes always give the same name, or equal results would count as different.
-    name = names.setdefault(frozenset((one, other)), f"broadcast_size_{len(names)}")
+    name = name_by_sizes.setdefault(
+        frozenset((size, other_size)), f"broadcast_size_{len(name_by_sizes)}"
+    )
     inference.symbolic_dims_[name] = sympy.Symbol(name, integer=True, nonnegative=True)
     return name
 
@@ -178,7 +189,7 @@ def _either(inference: ShapeInference, one: object, other: object) -> str:
 # -------------------------------------------------------------------------------------------- in the graph
 
 
-def _with_hidden_shapes(original: AnyFunction, model: onnx.ModelProto) -> object:
+def _infer_and_hide_shapes(original: AnyFunction, model: onnx.ModelProto) -> object:
     """Hide shapes from ORT's gradient builder where sizes that may differ meet.
 
     If one of the shapes is unknown, ORT's gradient reads the sizes in each pass.
@@ -187,94 +198,109 @@ def _with_hidden_shapes(original: AnyFunction, model: onnx.ModelProto) -> object
     graph = inferred.graph
     nodes = []
     values = {value.name: value for value in (*graph.input, *graph.value_info, *graph.output)}
-    known = {name: _dims(value) for name, value in values.items()}
-    known.update({tensor.name: list(tensor.dims) for tensor in graph.initializer})
-    fixed = {tensor.name for tensor in graph.initializer if tensor.name not in values}
+    shape_by_name = {name: _sizes_of_value(value) for name, value in values.items()}
+    shape_by_name.update({tensor.name: list(tensor.dims) for tensor in graph.initializer})
+    constant_names = {tensor.name for tensor in graph.initializer if tensor.name not in values}
     for node in graph.node:
         # Constants, shapes, and values computed from constants alone have no gradient.
         if node.op_type in ("Constant", "ConstantOfShape", "Shape") or (
-            node.input and fixed.issuperset(node.input)
+            node.input and constant_names.issuperset(node.input)
         ):
-            fixed.update(node.output)
-        for place in _unsure(node, known):
-            nodes += hide(node, place)
-        places = [place for place in _spread(node, known) if node.input[place] not in fixed]
-        if places:
-            nodes += _expand(node, places, known)
+            constant_names.update(node.output)
+        for position in _positions_to_hide(node, shape_by_name):
+            nodes += hide_shape(node, position)
+        positions = [
+            position
+            for position in _broadcast_where_inputs(node, shape_by_name)
+            if node.input[position] not in constant_names
+        ]
+        if positions:
+            nodes += _expand_inputs(node, positions, shape_by_name)
         nodes.append(node)
     if len(nodes) != len(graph.node):
         replace_nodes(graph, nodes)
     return inferred
 
 
-def hide(node: onnx.NodeProto, place: int) -> list[onnx.NodeProto]:
+def hide_shape(node: onnx.NodeProto, position: int) -> list[onnx.NodeProto]:
     """Pass an input of a node through a Reshape to the shape that it has in each pass.
 
     The Reshape hides the shape from ORT, and changes no values.
     """
     from onnx import helper
 
-    name = f"{node.output[0]}_ortlaunch_{place}"
-    given, node.input[place] = node.input[place], name
+    reshaped_name = f"{node.output[0]}_ortlaunch_{position}"
+    input_name, node.input[position] = node.input[position], reshaped_name
     return [
-        helper.make_node("Shape", [given], [f"{name}_shape"]),
+        helper.make_node("Shape", [input_name], [f"{reshaped_name}_shape"]),
         # Without allowzero, a size of 0 would mean "as in the input".
-        helper.make_node("Reshape", [given, f"{name}_shape"], [name], allowzero=1),
+        helper.make_node(
+            "Reshape", [input_name, f"{reshaped_name}_shape"], [reshaped_name], allowzero=1
+        ),
     ]
 
 
-def _spread(node: onnx.NodeProto, known: Shapes) -> list[int]:
+def _broadcast_where_inputs(node: onnx.NodeProto, shape_by_name: ShapeByName) -> list[int]:
     """Return the inputs that a Where broadcasts or may broadcast.
 
     ORT's gradient for such an input has the size of the result.
     """
     if node.op_type != "Where":
         return []
-    size = known.get(node.output[0])
+    result_shape = shape_by_name.get(node.output[0])
     return [
-        place
-        for place in (1, 2)
-        if size is None or "" in size or known.get(node.input[place]) != size
+        position
+        for position in (1, 2)
+        if result_shape is None
+        or "" in result_shape
+        or shape_by_name.get(node.input[position]) != result_shape
     ]
 
 
-def _expand(node: onnx.NodeProto, places: Sequence[int], known: Shapes) -> list[onnx.NodeProto]:
+def _expand_inputs(
+    node: onnx.NodeProto, positions: Sequence[int], shape_by_name: ShapeByName
+) -> list[onnx.NodeProto]:
     """Broadcast these inputs of a Where before it, by a node whose gradient ORT sums up correctly."""
     from onnx import NodeProto, helper
 
     nodes = []
-    shape = f"{node.output[0]}_ortlaunch_shape"
-    size = known.get(node.output[0])
-    whole = next(
-        (name for name in node.input if size is not None and known.get(name) == size), None
+    shape_name = f"{node.output[0]}_ortlaunch_shape"
+    result_shape = shape_by_name.get(node.output[0])
+    full_size_name = next(
+        (
+            name
+            for name in node.input
+            if result_shape is not None and shape_by_name.get(name) == result_shape
+        ),
+        None,
     )
-    if whole is None:
+    if full_size_name is None:
         # No input has the result's size, so a copy of the node computes the result for its shape.
-        whole = f"{node.output[0]}_ortlaunch_whole"
+        full_size_name = f"{node.output[0]}_ortlaunch_whole"
         nodes.append(NodeProto())
         nodes[-1].CopyFrom(node)
-        nodes[-1].output[0] = whole
-        nodes[-1].name = whole
-    nodes.append(helper.make_node("Shape", [whole], [shape]))
-    for place in places:
-        nodes += hide(node, place)
-        name = f"{node.input[place]}_expanded"
-        nodes.append(helper.make_node("Expand", [node.input[place], shape], [name]))
-        node.input[place] = name
+        nodes[-1].output[0] = full_size_name
+        nodes[-1].name = full_size_name
+    nodes.append(helper.make_node("Shape", [full_size_name], [shape_name]))
+    for position in positions:
+        nodes += hide_shape(node, position)
+        name = f"{node.input[position]}_expanded"
+        nodes.append(helper.make_node("Expand", [node.input[position], shape_name], [name]))
+        node.input[position] = name
     return nodes
 
 
-def _dims(value: onnx.ValueInfoProto) -> list[str | int] | None:
+def _sizes_of_value(value: onnx.ValueInfoProto) -> list[str | int] | None:
     """Return the sizes of a value by number or name, "" for an unknown one; None without a shape."""
-    found = value.type.tensor_type
+    tensor_type = value.type.tensor_type
     return (
-        [dim.dim_value or dim.dim_param for dim in found.shape.dim]
-        if found.HasField("shape")
+        [dim.dim_value or dim.dim_param for dim in tensor_type.shape.dim]
+        if tensor_type.HasField("shape")
         else None
     )
 
 
-def _unsure(node: onnx.NodeProto, known: Shapes) -> list[int]:
+def _positions_to_hide(node: onnx.NodeProto, shape_by_name: ShapeByName) -> list[int]:
     """Return the inputs whose shapes must be hidden because they may be broadcast.
 
     For most operators it is enough to hide one of two inputs.
@@ -284,20 +310,27 @@ def _unsure(node: onnx.NodeProto, known: Shapes) -> list[int]:
         return []
     # The result's shape is that of the Expand; the input may be smaller.
     names = [node.input[0], node.output[0]] if operator == "Expand" else [*node.input]
-    shapes = [shape for name in names if (shape := known.get(name)) is not None]
+    shapes = [shape for name in names if (shape := shape_by_name.get(name)) is not None]
     # The last two dimensions of a MatMul are not broadcast.
-    batch = [shape[:-2] if operator == "MatMul" else shape for shape in shapes]
-    if len(shapes) < len(names) or not _may_differ(*batch):
+    batch_shapes = [shape[:-2] if operator == "MatMul" else shape for shape in shapes]
+    if len(shapes) < len(names) or not _may_differ(*batch_shapes):
         return []
     if operator == "Expand":
         return [0]
-    places = range(len(names))
+    positions = range(len(names))
     if operator in ("Max", "Min"):
         # Their gradient compares each input with the result.
-        return [*places]
+        return [*positions]
     # A shape of numbers alone cannot be hidden: ORT computes its Shape in advance.
-    shown = next((at for at in places if all(isinstance(size, int) for size in batch[at])), 0)
-    return [place for place in places if place != shown]
+    shown_position = next(
+        (
+            candidate
+            for candidate in positions
+            if all(isinstance(size, int) for size in batch_shapes[candidate])
+        ),
+        0,
+    )
+    return [position for position in positions if position != shown_position]
 
 
 def _may_differ(*shapes: Sequence[object]) -> bool:
@@ -311,49 +344,51 @@ def _may_differ(*shapes: Sequence[object]) -> bool:
 # ------------------------------------------------------------------------------------------- in later batches
 
 
-def apart(manager: Manager, args: Args, kwargs: Kwargs) -> bool:
+def breaks_assumed_equality(manager: Manager, args: Args, kwargs: Kwargs) -> bool:
     """Return whether this batch breaks an equality of sizes that the graph assumes.
 
     Sizes that were equal in the batch of the export differ in this batch, and one of them is 1. Both
     are sizes of inputs, or one is a number in the graph.
     """
     info = manager._graph_transition_manager._post_export_processed_model_info
-    return any(_are_apart(info, group, args, kwargs) for group in _groups(info))
+    return any(
+        _group_breaks_equality(info, group, args, kwargs) for group in _assumed_equal_groups(info)
+    )
 
 
-def _are_apart(
+def _group_breaks_equality(
     info: GraphInfo, group: Sequence[tuple[str, int]], args: Args, kwargs: Kwargs
 ) -> bool:
-    read = info.onnx_graph_input_data_accessor_user_defined
+    accessor_by_name = info.onnx_graph_input_data_accessor_user_defined
     # The accessors read the batch's arguments in the form in which the caller passed them.
-    given = [(read[name](args, kwargs), axis) for name, axis in group]
-    ones = [
+    values_and_axes = [(accessor_by_name[name](args, kwargs), axis) for name, axis in group]
+    are_sizes_one = [
         value.shape[axis] == 1
-        for value, axis in given
+        for value, axis in values_and_axes
         if isinstance(value, torch.Tensor) and value.dim() > axis
     ]
     # A dimension alone in its group was equal to a number above 1.
-    return any(ones) and (len(group) == 1 or not all(ones))
+    return any(are_sizes_one) and (len(group) == 1 or not all(are_sizes_one))
 
 
-def _groups(info: GraphInfo) -> list[list[tuple[str, int]]]:
+def _assumed_equal_groups(info: GraphInfo) -> list[list[tuple[str, int]]]:
     """Return the groups of dimensions of the model's inputs that its graph assumes to be equal.
 
     A dimension that it assumes to be equal to a number is a group of its own.
     """
     # Computed once for a graph: this runs before each pass.
-    found: list[list[tuple[str, int]]] | None = vars(info).get("_ortlaunch_equal")
-    if found is None:
-        places: dict[str, list[tuple[str, int]]] = {}
-        numbers: list[list[tuple[str, int]]] = []
+    groups: list[list[tuple[str, int]]] | None = vars(info).get("_ortlaunch_equal")
+    if groups is None:
+        dims_by_symbol: dict[str, list[tuple[str, int]]] = {}
+        fixed_dims: list[list[tuple[str, int]]] = []
         for value in info._post_export_processed_model.graph.input:
             for axis, dim in enumerate(value.type.tensor_type.shape.dim):
                 if value.name not in info.onnx_graph_input_data_accessor_user_defined:
                     continue
                 if dim.dim_param:
-                    places.setdefault(dim.dim_param, []).append((value.name, axis))
+                    dims_by_symbol.setdefault(dim.dim_param, []).append((value.name, axis))
                 elif dim.dim_value > 1:
-                    numbers.append([(value.name, axis)])
-        equal = [group for group in places.values() if len(group) > 1]
-        found = vars(info)["_ortlaunch_equal"] = [*equal, *numbers]
-    return found
+                    fixed_dims.append([(value.name, axis)])
+        equal = [group for group in dims_by_symbol.values() if len(group) > 1]
+        groups = vars(info)["_ortlaunch_equal"] = [*equal, *fixed_dims]
+    return groups

@@ -14,35 +14,38 @@ from ortlaunch.ortmodule.base.export import Export
 from ortlaunch.ortmodule.base.graph import replace_nodes
 
 
-def compute_outputs(export: Export, model: onnx.ModelProto) -> None:
+def add_constant_output_nodes(export: Export, model: onnx.ModelProto) -> None:
     """Let a node that ORT cannot fold compute each constant output of a training graph."""
     graph = model.graph
-    varying = {given.name for given in graph.input}
+    varying_names = {graph_input.name for graph_input in graph.input}
     for node in graph.node:
-        if varying.intersection(node.input):
-            varying.update(node.output)
-    constant = {output.name for output in graph.output} - varying
-    if not export.training or not constant or not graph.input:
+        if varying_names.intersection(node.input):
+            varying_names.update(node.output)
+    constant_names = {output.name for output in graph.output} - varying_names
+    if not export.training or not constant_names or not graph.input:
         return
-    names = {name: f"{name}_constant" for name in constant}
+    new_name_by_name = {name: f"{name}_constant" for name in constant_names}
     for node in graph.node:
-        for place, name in enumerate(node.input):
-            node.input[place] = names.get(name, name)
-        for place, name in enumerate(node.output):
-            node.output[place] = names.get(name, name)
+        for position, name in enumerate(node.input):
+            node.input[position] = new_name_by_name.get(name, name)
+        for position, name in enumerate(node.output):
+            node.output[position] = new_name_by_name.get(name, name)
     for tensor in graph.initializer:
-        tensor.name = names.get(tensor.name, tensor.name)
-    size, zero, one, sizes, nothing = (
+        tensor.name = new_name_by_name.get(tensor.name, tensor.name)
+    size_name, zero_name, one_name, sizes_name, empty_name = (
         f"constant_outputs_{name}" for name in ("size", "zero", "one", "sizes", "nothing")
     )
-    numbers = {zero: helper.make_tensor("", TensorProto.INT64, [1], [0])}
-    numbers[one] = helper.make_tensor("", TensorProto.INT64, [1], [1])
+    numbers = {zero_name: helper.make_tensor("", TensorProto.INT64, [1], [0])}
+    numbers[one_name] = helper.make_tensor("", TensorProto.INT64, [1], [1])
     nodes = [
         *(helper.make_node("Constant", [], [name], value=numbers[name]) for name in numbers),
-        helper.make_node("Size", [graph.input[0].name], [size]),
-        helper.make_node("Reshape", [size, one], [sizes]),
-        helper.make_node("Slice", [sizes, zero, zero, zero], [nothing]),
+        helper.make_node("Size", [graph.input[0].name], [size_name]),
+        helper.make_node("Reshape", [size_name, one_name], [sizes_name]),
+        helper.make_node("Slice", [sizes_name, zero_name, zero_name, zero_name], [empty_name]),
         # A tensor that is expanded to the empty shape stays as it is.
-        *(helper.make_node("Expand", [names[name], nothing], [name]) for name in sorted(constant)),
+        *(
+            helper.make_node("Expand", [new_name_by_name[name], empty_name], [name])
+            for name in sorted(constant_names)
+        ),
     ]
     replace_nodes(graph, [*graph.node, *nodes])

@@ -15,79 +15,103 @@ from ortlaunch.ortmodule.base.export import Export
 from ortlaunch.ortmodule.base.graph import replace_nodes
 
 
-def rewrite(export: Export, model: onnx.ModelProto) -> None:
+def rewrite_grouped_convolutions(export: Export, model: onnx.ModelProto) -> None:
     """Rewrite grouped convolutions on the CPU, whose gradient overwrites other tensors.
 
     ORT's gradient of a grouped Conv1d or Conv3d writes zeros over other tensors: random wrong
     gradients.
     """
     if export.training and export.device.type == "cpu":
-        _in_two_dimensions(model.graph)
+        _convert_conv1d_to_conv2d(model.graph)
 
 
-def _in_two_dimensions(graph: onnx.GraphProto) -> None:
+def _convert_conv1d_to_conv2d(graph: onnx.GraphProto) -> None:
     nodes = []
     for node in graph.node:
-        _pad_openly(node)
-        given = {
+        _make_padding_explicit(node)
+        attributes = {
             attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute
         }
-        if node.op_type != "Conv" or given.get("group", 1) == 1 or len(given["kernel_shape"]) == 2:
+        if (
+            node.op_type != "Conv"
+            or attributes.get("group", 1) == 1
+            or len(attributes["kernel_shape"]) == 2
+        ):
             nodes.append(node)
             continue
-        if len(given["kernel_shape"]) > 2:
+        if len(attributes["kernel_shape"]) > 2:
             raise RuntimeError(
                 f"{node.name} is a Conv3d with groups, whose gradient on ONNX Runtime's CPU "
                 "overwrites other tensors"
             )
-        place, (values, weight, *bias), (output,) = (
+        name_prefix, (input_name, weight, *bias), (output,) = (
             f"{node.output[0]}_ortlaunch",
             node.input,
             node.output,
         )
         # The new first dimension has size 1, a kernel of 1 and no padding.
-        begin, end = given.get("pads", [0, 0])
-        wide = {
-            "kernel_shape": [1, *given["kernel_shape"]],
+        begin, end = attributes.get("pads", [0, 0])
+        conv_attributes = {
+            "kernel_shape": [1, *attributes["kernel_shape"]],
             "pads": [0, begin, 0, end],
-            "group": given["group"],
+            "group": attributes["group"],
         }
-        wide.update({name: [1, *given[name]] for name in ("strides", "dilations") if name in given})
+        conv_attributes.update(
+            {
+                name: [1, *attributes[name]]
+                for name in ("strides", "dilations")
+                if name in attributes
+            }
+        )
         nodes += [
             helper.make_node(
                 "Constant",
                 [],
-                [f"{place}_axis"],
+                [f"{name_prefix}_axis"],
                 value=helper.make_tensor("", TensorProto.INT64, [1], [2]),
             ),
-            helper.make_node("Unsqueeze", [values, f"{place}_axis"], [f"{place}_x"]),
-            helper.make_node("Unsqueeze", [weight, f"{place}_axis"], [f"{place}_w"]),
             helper.make_node(
-                "Conv", [f"{place}_x", f"{place}_w", *bias], [f"{place}_y"], node.name, **wide
+                "Unsqueeze", [input_name, f"{name_prefix}_axis"], [f"{name_prefix}_x"]
             ),
-            helper.make_node("Squeeze", [f"{place}_y", f"{place}_axis"], [output]),
+            helper.make_node("Unsqueeze", [weight, f"{name_prefix}_axis"], [f"{name_prefix}_w"]),
+            helper.make_node(
+                "Conv",
+                [f"{name_prefix}_x", f"{name_prefix}_w", *bias],
+                [f"{name_prefix}_y"],
+                node.name,
+                **conv_attributes,
+            ),
+            helper.make_node("Squeeze", [f"{name_prefix}_y", f"{name_prefix}_axis"], [output]),
         ]
     if len(nodes) != len(graph.node):
         replace_nodes(graph, nodes)
 
 
-def _pad_openly(node: onnx.NodeProto) -> None:
+def _make_padding_explicit(node: onnx.NodeProto) -> None:
     """Replace a Conv's `padding="same"` by explicit amounts.
 
     ORT's gradient of the weight on the CPU treats it as no padding.
     """
-    given = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
-    if node.op_type != "Conv" or given.get("auto_pad") != b"SAME_UPPER":
+    attributes = {
+        attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute
+    }
+    if node.op_type != "Conv" or attributes.get("auto_pad") != b"SAME_UPPER":
         return
-    kernel = given["kernel_shape"]
+    kernel_shape = attributes["kernel_shape"]
     # Amounts for a stride of 1, the only one that torch allows with "same".
-    total = [
-        spread * (size - 1)
-        for spread, size in zip(given.get("dilations", [1] * len(kernel)), kernel)
+    total_padding = [
+        dilation * (size - 1)
+        for dilation, size in zip(
+            attributes.get("dilations", [1] * len(kernel_shape)), kernel_shape
+        )
     ]
-    kept = [attribute for attribute in node.attribute if attribute.name not in ("auto_pad", "pads")]
-    kept.append(
-        helper.make_attribute("pads", [n // 2 for n in total] + [n - n // 2 for n in total])
+    kept_attributes = [
+        attribute for attribute in node.attribute if attribute.name not in ("auto_pad", "pads")
+    ]
+    kept_attributes.append(
+        helper.make_attribute(
+            "pads", [n // 2 for n in total_padding] + [n - n // 2 for n in total_padding]
+        )
     )
     del node.attribute[:]
-    node.attribute.extend(kept)
+    node.attribute.extend(kept_attributes)

@@ -13,7 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from ortlaunch.ortmodule.base.patching import wrap_method
-from ortlaunch.ortmodule.base.source_guard import TRAINING, owner
+from ortlaunch.ortmodule.base.source_guard import TRAINING, function_owner
 from ortlaunch.ortmodule.torch_in_graph import attention_operator, own_operators
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ortlaunch.ortmodule.base.ort_types import AnyFunction, Manager
 
 # Positions of the outputs that the kernel always computes, by operator of ORT or torch.
-_COMPUTED = {
+_COMPUTED_OUTPUTS = {
     "LSTMGrad": (1, 2),
     "GRUGrad": (1, 2),
     own_operators.GROUP_NORM_BACKWARD: (0, 1, 2),
@@ -39,39 +39,50 @@ def name_frozen_gradients() -> None:
         "onnxruntime.training.ortmodule._custom_gradient_registry"
     )
     operator = "org.pytorch.aten", "ATen", ("native_group_norm", "")
-    module.CustomGradientRegistry.register(*operator, _group_norm)
-    wrap_method(owner(TRAINING), "_build_graph", _building)
+    module.CustomGradientRegistry.register(*operator, _group_norm_gradient)
+    wrap_method(function_owner(TRAINING), "_build_graph", _build_and_name_gradients)
 
 
-def _group_norm() -> list[tuple[Any, ...]]:
+def _group_norm_gradient() -> list[tuple[Any, ...]]:
     """Return the definition of GroupNorm's gradient, in the form of ORT's registry."""
     # GO is the gradient of an output, GI that of an input, I an input, O an output.
-    inputs = ["GO(0)", "I(0)", "O(1)", "O(2)", "I(1)", *(f"I({place})" for place in range(3, 7))]
-    named = {"operator": {"value": own_operators.GROUP_NORM_BACKWARD, "dtype": "string"}}
-    return [(("ATen", "org.pytorch.aten"), inputs, ["GI(0)", "GI(1)", "GI(2)"], named)]
+    inputs = [
+        "GO(0)",
+        "I(0)",
+        "O(1)",
+        "O(2)",
+        "I(1)",
+        *(f"I({input_index})" for input_index in range(3, 7)),
+    ]
+    attributes = {"operator": {"value": own_operators.GROUP_NORM_BACKWARD, "dtype": "string"}}
+    return [(("ATen", "org.pytorch.aten"), inputs, ["GI(0)", "GI(1)", "GI(2)"], attributes)]
 
 
-def _building(original: AnyFunction, manager: Manager, *args: object) -> None:
+def _build_and_name_gradients(original: AnyFunction, manager: Manager, *args: object) -> None:
     original(manager, *args)
     graph = manager._onnx_models.optimized_model.graph
     for node in graph.node:
-        _complete(graph, node)
+        _name_computed_outputs(graph, node)
 
 
-def _complete(graph: onnx.GraphProto, node: onnx.NodeProto) -> None:
+def _name_computed_outputs(graph: onnx.GraphProto, node: onnx.NodeProto) -> None:
     from onnx import helper
 
-    called = (one.s.decode() for one in node.attribute if one.name == "operator")
-    places = _COMPUTED.get(next(called, node.op_type), ())
+    aten_names = (
+        attribute.s.decode() for attribute in node.attribute if attribute.name == "operator"
+    )
+    positions = _COMPUTED_OUTPUTS.get(next(aten_names, node.op_type), ())
     outputs = [*node.output, "", ""]
-    missing = [place for place in places if not outputs[place]]
-    if not missing:
+    unnamed_positions = [position for position in positions if not outputs[position]]
+    if not unnamed_positions:
         return
     values = (*graph.value_info, *graph.input)
     types = {value.name: value.type.tensor_type.elem_type for value in values}
     # All floating-point inputs have one type.
-    kind = next((types[name] for name in node.input if types.get(name) in _FLOATS), _FLOATS[0])
-    for place in missing:
-        outputs[place] = f"{node.name}_{place}"
-        graph.value_info.append(helper.make_tensor_value_info(outputs[place], kind, None))
-    node.output[:] = outputs[: max(len(node.output), places[-1] + 1)]
+    float_type = next(
+        (types[name] for name in node.input if types.get(name) in _FLOATS), _FLOATS[0]
+    )
+    for position in unnamed_positions:
+        outputs[position] = f"{node.name}_{position}"
+        graph.value_info.append(helper.make_tensor_value_info(outputs[position], float_type, None))
+    node.output[:] = outputs[: max(len(node.output), positions[-1] + 1)]

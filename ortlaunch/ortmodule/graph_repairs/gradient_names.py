@@ -19,7 +19,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from ortlaunch.ortmodule.base.export import Export
-from ortlaunch.ortmodule.base.gradients import trained_values
+from ortlaunch.ortmodule.base.gradients import trained_value_names
 from ortlaunch.ortmodule.base.graph import replace_nodes
 
 # Operators and positions of inputs for which ORT names a gradient, needed or not.
@@ -31,8 +31,8 @@ _GRADIENT_INPUTS = {
 # Operators with which a written-out RMSNorm or LayerNorm begins: ORT fuses it into one node.
 _NORM_STARTS = {"Pow", "ReduceMean"}
 # Start and end of a slice, beyond those of any tensor: a slice between them is the whole.
-_BEFORE = -(2**40)
-_BEHIND = 2**62
+_SLICE_BEGIN = -(2**40)
+_SLICE_END = 2**62
 
 
 def keep_constants_apart(export: Export, model: onnx.ModelProto) -> None:
@@ -44,140 +44,173 @@ def keep_constants_apart(export: Export, model: onnx.ModelProto) -> None:
     if not export.training:
         return
     graph = model.graph
-    trained = trained_values(export, graph)
-    numbers = _value_numbers(graph, trained)
-    named = [
-        (node, place)
-        for node, place in _gradient_inputs(graph)
-        if node.input[place] not in trained
-        and (node.op_type in _NORM_STARTS or trained.intersection(node.output))
+    trained_names = trained_value_names(export, graph)
+    value_numbers = _value_numbers(graph, trained_names)
+    gradient_uses = [
+        (node, position)
+        for node, position in _named_gradient_inputs(graph)
+        if node.input[position] not in trained_names
+        and (node.op_type in _NORM_STARTS or trained_names.intersection(node.output))
     ]
-    read = [numbers.get(node.input[place], node.input[place]) for node, place in named]
-    uses = Counter(read)
-    places = {
-        (node.output[0], place)
-        for (node, place), value in zip(named, read)
+    read_values = [
+        value_numbers.get(node.input[position], node.input[position])
+        for node, position in gradient_uses
+    ]
+    use_counts = Counter(read_values)
+    positions_to_slice = {
+        (node.output[0], position)
+        for (node, position), value in zip(gradient_uses, read_values)
         # The nodes of a written-out normalization must read one tensor, or ORT does not fuse them.
         if node.op_type not in _NORM_STARTS
         # Every part of a Concat, in case ORT simplifies two computations to the same one. No test
         # needs this.
-        and (node.op_type == "Concat" or uses[value] > 1)
+        and (node.op_type == "Concat" or use_counts[value] > 1)
     }
-    if len(named) > 1 and places:
-        replace_nodes(graph, _with_slices(graph, places, export.info.onnx_graph_input_names[0]))
+    if len(gradient_uses) > 1 and positions_to_slice:
+        replace_nodes(
+            graph,
+            _nodes_with_slices(graph, positions_to_slice, export.info.onnx_graph_input_names[0]),
+        )
 
 
-def _value_numbers(graph: onnx.GraphProto, trained: set[str]) -> dict[str, tuple[int, int]]:
+def _value_numbers(graph: onnx.GraphProto, trained_names: set[str]) -> dict[str, tuple[int, int]]:
     """Return the value number of each computed tensor without a gradient, by name.
 
     Tensors of equal computations have equal value numbers: ORT merges their nodes.
     """
     computations: dict[tuple[object, ...], int] = {}
-    numbers: dict[str, tuple[int, int]] = {}
+    number_by_name: dict[str, tuple[int, int]] = {}
     for node in graph.node:
-        if not trained.intersection(node.output):
-            attributes = sorted(one.SerializeToString() for one in node.attribute)
-            inputs = (numbers.get(name, name) for name in node.input)
+        if not trained_names.intersection(node.output):
+            attributes = sorted(attribute.SerializeToString() for attribute in node.attribute)
+            inputs = (number_by_name.get(name, name) for name in node.input)
             computation = (node.op_type, *inputs, *attributes)
-            number = computations.setdefault(computation, len(computations))
-            numbers.update((name, (number, place)) for place, name in enumerate(node.output))
-    return numbers
+            value_number = computations.setdefault(computation, len(computations))
+            number_by_name.update(
+                (name, (value_number, output_index))
+                for output_index, name in enumerate(node.output)
+            )
+    return number_by_name
 
 
-def _gradient_inputs(graph: onnx.GraphProto) -> Iterator[tuple[onnx.NodeProto, int]]:
+def _named_gradient_inputs(graph: onnx.GraphProto) -> Iterator[tuple[onnx.NodeProto, int]]:
     """Yield the nodes and positions of inputs for which ORT names a gradient."""
-    makers = {name: node for node in graph.node for name in node.output}
-    scaled: set[str] = set()
+    node_by_output = {name: node for node in graph.node for name in node.output}
+    scaled_names: set[str] = set()
     # Tensors of at least one dimension: a slice takes no scalar.
-    vectors = {value.name for value in graph.input if value.type.tensor_type.shape.dim}
-    vectors.update(tensor.name for tensor in graph.initializer if tensor.dims)
+    vector_names = {value.name for value in graph.input if value.type.tensor_type.shape.dim}
+    vector_names.update(tensor.name for tensor in graph.initializer if tensor.dims)
     for node in graph.node:
-        places = (
+        positions = (
             range(1) if node.op_type in _NORM_STARTS else _GRADIENT_INPUTS.get(node.op_type, ())
         )
-        yield from ((node, place) for place in range(len(node.input)) if place in places)
+        yield from (
+            (node, position) for position in range(len(node.input)) if position in positions
+        )
         if node.op_type in {"Mul", "Add"}:
             # Scale and bias of a normalization that is written out.
-            for place, (name, other) in enumerate(zip(node.input, reversed(node.input))):
-                found = other in scaled if node.op_type == "Add" else _is_normalized(makers, other)
-                if found and name in vectors:
-                    scaled.update(node.output)
-                    yield node, place
+            for position, (name, other) in enumerate(zip(node.input, reversed(node.input))):
+                is_scale_or_bias = (
+                    other in scaled_names
+                    if node.op_type == "Add"
+                    else _is_normalized(node_by_output, other)
+                )
+                if is_scale_or_bias and name in vector_names:
+                    scaled_names.update(node.output)
+                    yield node, position
         # A scale may be computed, such as 1 + weight in Gemma.
-        if vectors.intersection(node.input) and node.op_type in {"Add", "Mul", "Exp", "Cast"}:
-            vectors.update(node.output)
+        if vector_names.intersection(node.input) and node.op_type in {"Add", "Mul", "Exp", "Cast"}:
+            vector_names.update(node.output)
         if node.op_type == "Constant" and node.attribute[0].t.dims:
-            vectors.update(node.output)
+            vector_names.update(node.output)
 
 
-def _is_normalized(makers: Mapping[str, onnx.NodeProto], name: str) -> bool:
+def _is_normalized(node_by_output: Mapping[str, onnx.NodeProto], value_name: str) -> bool:
     """Return whether a value is a tensor divided by a root, which a Cast may follow."""
-    nothing = onnx.NodeProto()
-    node = makers.get(name, nothing)
+    missing_node = onnx.NodeProto()
+    node = node_by_output.get(value_name, missing_node)
     if node.op_type == "Cast":
-        node = makers.get(node.input[0], nothing)
+        node = node_by_output.get(node.input[0], missing_node)
     # torch exports rsqrt as 1 / Sqrt.
     quotients = (
-        [makers.get(given, nothing) for given in node.input] if node.op_type == "Mul" else [node]
+        [node_by_output.get(input_name, missing_node) for input_name in node.input]
+        if node.op_type == "Mul"
+        else [node]
     )
     return any(
-        found.op_type == "Div" and makers.get(found.input[1], nothing).op_type == "Sqrt"
-        for found in quotients
+        quotient.op_type == "Div"
+        and node_by_output.get(quotient.input[1], missing_node).op_type == "Sqrt"
+        for quotient in quotients
     )
 
 
-def _with_slices(
-    graph: onnx.GraphProto, places: set[tuple[str, int]], given: str
+def _nodes_with_slices(
+    graph: onnx.GraphProto, positions_to_slice: set[tuple[str, int]], size_input: str
 ) -> list[onnx.NodeProto]:
-    made = [
+    constant_nodes = [
         node
         for node in graph.node
         if node.op_type == "Constant" and node.attribute[0].name == "value"
     ]
-    constants = {node.output[0]: node.attribute[0].t.dims for node in made}
-    constants.update({tensor.name: tensor.dims for tensor in graph.initializer})
+    dims_by_constant = {node.output[0]: node.attribute[0].t.dims for node in constant_nodes}
+    dims_by_constant.update({tensor.name: tensor.dims for tensor in graph.initializer})
     nodes: list[onnx.NodeProto] = []
     for node in graph.node:
-        for place, name in enumerate(node.input):
-            if node.output and (node.output[0], place) in places:
-                whole = node.input[place] = f"{node.output[0]}_apart_{place}"
-                if name in constants:
-                    nodes += _constant(name, whole, _BEFORE - len(nodes), constants[name], given)
+        for position, name in enumerate(node.input):
+            if node.output and (node.output[0], position) in positions_to_slice:
+                sliced_name = node.input[position] = f"{node.output[0]}_apart_{position}"
+                if name in dims_by_constant:
+                    nodes += _constant_slice_nodes(
+                        name,
+                        sliced_name,
+                        _SLICE_BEGIN - len(nodes),
+                        dims_by_constant[name],
+                        size_input,
+                    )
                 else:
                     nodes += [
-                        _numbers(f"{whole}_begin", _BEFORE - len(nodes)),
-                        *_slice(name, whole, whole),
+                        _int64_constant(f"{sliced_name}_begin", _SLICE_BEGIN - len(nodes)),
+                        *_slice_nodes(name, sliced_name, sliced_name),
                     ]
         nodes.append(node)
     return nodes
 
 
-def _slice(name: str, whole: str, to: str) -> list[onnx.NodeProto]:
-    given = [name, f"{whole}_begin", f"{whole}_end", f"{whole}_axis"]
+def _slice_nodes(tensor_name: str, sliced_name: str, output_name: str) -> list[onnx.NodeProto]:
+    slice_inputs = [
+        tensor_name,
+        f"{sliced_name}_begin",
+        f"{sliced_name}_end",
+        f"{sliced_name}_axis",
+    ]
     return [
-        _numbers(given[2], _BEHIND),
-        _numbers(given[3], 0),
-        helper.make_node("Slice", given, [to]),
+        _int64_constant(slice_inputs[2], _SLICE_END),
+        _int64_constant(slice_inputs[3], 0),
+        helper.make_node("Slice", slice_inputs, [output_name]),
     ]
 
 
-def _constant(
-    name: str, whole: str, begin: int, dims: Sequence[int], given: str
+def _constant_slice_nodes(
+    tensor_name: str, sliced_name: str, begin_position: int, dims: Sequence[int], size_input: str
 ) -> list[onnx.NodeProto]:
     """Return nodes that slice a constant from a position that is known only in a pass.
 
     With a known position ORT would compute the slice in advance, and merge equal results.
     """
     return [
-        _numbers(f"{whole}_before", begin),
-        helper.make_node("Size", [given], [f"{whole}_size"]),
-        helper.make_node("Add", [f"{whole}_size", f"{whole}_before"], [f"{whole}_begin"]),
-        *_slice(name, whole, f"{whole}_slice"),
-        _numbers(f"{whole}_dims", *dims),
-        helper.make_node("Reshape", [f"{whole}_slice", f"{whole}_dims"], [whole], allowzero=1),
+        _int64_constant(f"{sliced_name}_before", begin_position),
+        helper.make_node("Size", [size_input], [f"{sliced_name}_size"]),
+        helper.make_node(
+            "Add", [f"{sliced_name}_size", f"{sliced_name}_before"], [f"{sliced_name}_begin"]
+        ),
+        *_slice_nodes(tensor_name, sliced_name, f"{sliced_name}_slice"),
+        _int64_constant(f"{sliced_name}_dims", *dims),
+        helper.make_node(
+            "Reshape", [f"{sliced_name}_slice", f"{sliced_name}_dims"], [sliced_name], allowzero=1
+        ),
     ]
 
 
-def _numbers(name: str, *numbers: int) -> onnx.NodeProto:
-    value = helper.make_tensor("", TensorProto.INT64, [len(numbers)], numbers)
+def _int64_constant(name: str, *values: int) -> onnx.NodeProto:
+    value = helper.make_tensor("", TensorProto.INT64, [len(values)], values)
     return helper.make_node("Constant", [], [name], value=value)

@@ -18,49 +18,57 @@ import torch
 from ortlaunch.ortmodule.base.export import Export
 
 
-def padding_exactly(export: Export) -> AbstractContextManager[Any]:
+def replace_torch_pad(export: Export) -> AbstractContextManager[Any]:
     """Replace torch.nn.functional.pad for an export.
 
     While open, pad concatenates integers with constants, and crops by slices.
     """
-    parts: Any = torch._C._nn
-    plain = parts.pad
+    torch_nn: Any = torch._C._nn
+    original_pad = torch_nn.pad
 
-    @functools.wraps(plain)
+    @functools.wraps(original_pad)
     def pad(
         x: Any, amounts: Sequence[int], mode: str = "constant", value: float | None = None
     ) -> Any:
         if mode != "constant" or torch.is_complex(x):
-            return plain(x, amounts, mode, value)
-        x = _cropped(x, amounts)
+            return original_pad(x, amounts, mode, value)
+        x = _crop_negative_amounts(x, amounts)
         amounts = [max(0, amount) for amount in amounts]
         # The clone of an unpadded tensor is a new tensor, as pad's result always is.
         if x.is_floating_point() or x.dtype == torch.bool:
-            return plain(x, amounts, mode, value) if any(amounts) else x.clone()
-        for place in range(0, len(amounts), 2):
+            return original_pad(x, amounts, mode, value) if any(amounts) else x.clone()
+        for amount_index in range(0, len(amounts), 2):
             # Amounts are listed in pairs from the last dimension backwards.
-            axis = x.dim() - 1 - place // 2
+            axis = x.dim() - 1 - amount_index // 2
             # The sum over the axis gives the slice's shape without a size that the trace would fix.
-            one = torch.full_like(x.sum(axis, keepdim=True, dtype=x.dtype), int(value or 0))
-            before, after = (
-                [one.expand([count if dim == axis else -1 for dim in range(x.dim())])]
+            padding_slice = torch.full_like(
+                x.sum(axis, keepdim=True, dtype=x.dtype), int(value or 0)
+            )
+            padding_before, padding_after = (
+                [padding_slice.expand([count if dim == axis else -1 for dim in range(x.dim())])]
                 if count
                 else []
-                for count in amounts[place : place + 2]
+                for count in amounts[amount_index : amount_index + 2]
             )
-            x = torch.cat([*before, x, *after], axis) if before or after else x
+            x = (
+                torch.cat([*padding_before, x, *padding_after], axis)
+                if padding_before or padding_after
+                else x
+            )
         return x
 
-    return mock.patch.object(parts, "pad", pad)
+    return mock.patch.object(torch_nn, "pad", pad)
 
 
-def _cropped(x: torch.Tensor, amounts: Sequence[int]) -> torch.Tensor:
+def _crop_negative_amounts(x: torch.Tensor, amounts: Sequence[int]) -> torch.Tensor:
     """Return the part that negative amounts leave.
 
     ORT's Pad reads outside of a tensor if the amounts leave nothing of it.
     """
     parts = [slice(None)] * x.dim()
-    for place in range(0, len(amounts), 2):
-        before, after = amounts[place : place + 2]
-        parts[x.dim() - 1 - place // 2] = slice(max(0, -before), min(0, after) or None)
+    for amount_index in range(0, len(amounts), 2):
+        amount_before, amount_after = amounts[amount_index : amount_index + 2]
+        parts[x.dim() - 1 - amount_index // 2] = slice(
+            max(0, -amount_before), min(0, amount_after) or None
+        )
     return x[tuple(parts)] if min(amounts, default=0) < 0 else x

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from ortlaunch.ortmodule.base import patching
 from ortlaunch.ortmodule.base.graph import replace_nodes
-from ortlaunch.ortmodule.base.source_guard import TRANSITION, owner
+from ortlaunch.ortmodule.base.source_guard import TRANSITION, function_owner
 
 if TYPE_CHECKING:
     import onnx
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 # The axis added to a vector on the left and on the right, and its place in the product.
 _NEW_AXIS = (0, 1)
-_OF_PRODUCT = (-2, -1)
+_PRODUCT_AXIS = (-2, -1)
 # The operators of two inputs before which ORT's compute optimizer moves a pick.
-_PASSED = ("Add", "Div")
+_PASSED_OPERATORS = ("Add", "Div")
 
 
 def keep_vanishing_sizes() -> None:
@@ -40,100 +40,124 @@ def keep_vanishing_sizes() -> None:
 
     ORT's gradient of the former and its value of the latter are wrong, without an error.
     """
-    patching.wrap_method(owner(TRANSITION), "_infer_shapes", _with_sizes_of_one)
+    patching.wrap_method(function_owner(TRANSITION), "_infer_shapes", _infer_and_keep_sizes_of_one)
 
 
-def _with_sizes_of_one(original: AnyFunction, model: onnx.ModelProto) -> object:
+def _infer_and_keep_sizes_of_one(original: AnyFunction, model: onnx.ModelProto) -> object:
     """Infer the shapes, then rewrite the nodes that lose a dimension."""
     inferred = original(model)
     graph = inferred.graph
     nodes = []
     values = (*graph.input, *graph.value_info, *graph.output)
-    ranks = {
+    rank_by_name = {
         value.name: len(value.type.tensor_type.shape.dim)
         for value in values
         if value.type.tensor_type.HasField("shape")
     }
-    ranks.update({tensor.name: len(tensor.dims) for tensor in graph.initializer})
+    rank_by_name.update({tensor.name: len(tensor.dims) for tensor in graph.initializer})
     # ORT recognizes a pick from a Shape in its own form only.
-    computed = {name for node in graph.node if node.op_type != "Shape" for name in node.output}
+    computed_names = {
+        name for node in graph.node if node.op_type != "Shape" for name in node.output
+    }
     for node in graph.node:
         if node.op_type == "MatMul":
-            nodes += _as_matrices(node, ranks)
+            nodes += _product_of_matrices(node, rank_by_name)
         elif (
-            node.op_type == "Gather" and node.input[0] in computed and ranks.get(node.input[1]) == 0
+            node.op_type == "Gather"
+            and node.input[0] in computed_names
+            and rank_by_name.get(node.input[1]) == 0
         ):
             # A scalar index removes the dimension.
-            nodes += _of_one_place(node)
-        elif node.op_type in _PASSED:
-            nodes += _with_leading_sizes(node, ranks)
+            nodes += _pick_by_index_list(node)
+        elif node.op_type in _PASSED_OPERATORS:
+            nodes += _nodes_with_equal_ranks(node, rank_by_name)
         else:
-            if node.op_type in ("ReduceSum", "ReduceMean") and ranks.get(node.output[0]) == 0:
-                _list_no_axes(node)
+            if (
+                node.op_type in ("ReduceSum", "ReduceMean")
+                and rank_by_name.get(node.output[0]) == 0
+            ):
+                _remove_axes(node)
             nodes.append(node)
     if len(nodes) != len(graph.node):
         replace_nodes(graph, nodes)
     return inferred
 
 
-def _as_matrices(node: onnx.NodeProto, ranks: Mapping[str, int]) -> list[onnx.NodeProto]:
+def _product_of_matrices(
+    node: onnx.NodeProto, rank_by_name: Mapping[str, int]
+) -> list[onnx.NodeProto]:
     """Return a product between nodes that add a size of 1 to each vector and remove it again."""
-    vectors = [place for place in (0, 1) if ranks.get(node.input[place]) == 1]
-    if not vectors:
+    vector_positions = [
+        position for position in (0, 1) if rank_by_name.get(node.input[position]) == 1
+    ]
+    if not vector_positions:
         return [node]
-    before: list[onnx.NodeProto] = []
-    for place in vectors:
-        name = f"{node.output[0]}_ortlaunch_matrix_{place}"
-        before += _changed("Unsqueeze", node.input[place], name, [_NEW_AXIS[place]])
-        node.input[place] = name
-    result, node.output[0] = node.output[0], f"{node.output[0]}_ortlaunch_product"
+    nodes_before: list[onnx.NodeProto] = []
+    for position in vector_positions:
+        name = f"{node.output[0]}_ortlaunch_matrix_{position}"
+        nodes_before += _reshape_nodes(
+            "Unsqueeze", node.input[position], name, [_NEW_AXIS[position]]
+        )
+        node.input[position] = name
+    result_name, node.output[0] = node.output[0], f"{node.output[0]}_ortlaunch_product"
     return [
-        *before,
+        *nodes_before,
         node,
-        *_changed("Squeeze", node.output[0], result, [_OF_PRODUCT[place] for place in vectors]),
+        *_reshape_nodes(
+            "Squeeze",
+            node.output[0],
+            result_name,
+            [_PRODUCT_AXIS[position] for position in vector_positions],
+        ),
     ]
 
 
-def _with_leading_sizes(node: onnx.NodeProto, ranks: Mapping[str, int]) -> list[onnx.NodeProto]:
+def _nodes_with_equal_ranks(
+    node: onnx.NodeProto, rank_by_name: Mapping[str, int]
+) -> list[onnx.NodeProto]:
     """Return a sum or quotient whose inputs have as many dimensions as each other.
 
     A vector stays: ORT picks from its last dimension only, and recognizes it as a bias.
     """
-    known = [ranks.get(name, 0) for name in node.input]
-    place = known.index(min(known))
-    missing = max(known) - known[place]
-    if known[place] < 2 or not missing:
+    input_ranks = [rank_by_name.get(name, 0) for name in node.input]
+    smaller_position = input_ranks.index(min(input_ranks))
+    missing_count = max(input_ranks) - input_ranks[smaller_position]
+    if input_ranks[smaller_position] < 2 or not missing_count:
         return [node]
     name = f"{node.output[0]}_ortlaunch_whole"
-    before = _changed("Unsqueeze", node.input[place], name, list(range(missing)))
-    node.input[place] = name
-    return [*before, node]
+    nodes_before = _reshape_nodes(
+        "Unsqueeze", node.input[smaller_position], name, list(range(missing_count))
+    )
+    node.input[smaller_position] = name
+    return [*nodes_before, node]
 
 
-def _list_no_axes(node: onnx.NodeProto) -> None:
+def _remove_axes(node: onnx.NodeProto) -> None:
     """Make a sum or mean over all dimensions without a list of them."""
     # ReduceSum takes the axes as an input since opset 13, ReduceMean since 18; an attribute before.
     del node.input[1:]
-    kept = [attribute for attribute in node.attribute if attribute.name != "axes"]
+    kept_attributes = [attribute for attribute in node.attribute if attribute.name != "axes"]
     del node.attribute[:]
-    node.attribute.extend(kept)
+    node.attribute.extend(kept_attributes)
 
 
-def _of_one_place(node: onnx.NodeProto) -> list[onnx.NodeProto]:
+def _pick_by_index_list(node: onnx.NodeProto) -> list[onnx.NodeProto]:
     """Return a pick by a list of one index, whose size of 1 is removed again."""
     axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 0)
-    index = f"{node.output[0]}_ortlaunch_index"
-    before = _changed("Unsqueeze", node.input[1], index, [0])
-    node.input[1] = index
-    result, node.output[0] = node.output[0], f"{node.output[0]}_ortlaunch_picked"
-    return [*before, node, *_changed("Squeeze", node.output[0], result, [axis])]
+    index_name = f"{node.output[0]}_ortlaunch_index"
+    nodes_before = _reshape_nodes("Unsqueeze", node.input[1], index_name, [0])
+    node.input[1] = index_name
+    result_name, node.output[0] = node.output[0], f"{node.output[0]}_ortlaunch_picked"
+    return [*nodes_before, node, *_reshape_nodes("Squeeze", node.output[0], result_name, [axis])]
 
 
-def _changed(operator: str, given: str, made: str, axes: list[int]) -> list[onnx.NodeProto]:
+def _reshape_nodes(
+    operator: str, input_name: str, output_name: str, axes: list[int]
+) -> list[onnx.NodeProto]:
     from onnx import TensorProto, helper
 
     value = helper.make_tensor("axes", TensorProto.INT64, [len(axes)], axes)
     return [
-        helper.make_node("Constant", [], [f"{made}_axes"], value=value),
-        helper.make_node(operator, [given, f"{made}_axes"], [made]),
+        helper.make_node("Constant", [], [f"{output_name}_axes"], value=value),
+        helper.make_node(operator, [input_name, f"{output_name}_axes"], [output_name]),
     ]

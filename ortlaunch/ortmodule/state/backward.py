@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ortlaunch.ortmodule.base.gradients import reached
+from ortlaunch.ortmodule.base.gradients import names_reached_by_gradient
 from ortlaunch.ortmodule.base.patching import wrap_method
-from ortlaunch.ortmodule.base.source_guard import TRAINING, owner
+from ortlaunch.ortmodule.base.source_guard import TRAINING, function_owner
 
 if TYPE_CHECKING:
     import onnx
@@ -37,8 +37,8 @@ _SAME_VALUES = {
     "Unsqueeze",
 }
 # These read no values of their input.
-_SIZES = {"Shape", "Size"}
-_TWICE = (
+_SIZE_OPERATORS = {"Shape", "Size"}
+_SECOND_DERIVATIVE_MESSAGE = (
     "ONNX Runtime's graph has no derivative of its gradients, and this loss was computed of them "
     "(create_graph=True): use the model without ORTModule for gradient penalties, forces "
     "and other second derivatives"
@@ -51,176 +51,208 @@ def follow_autograd() -> None:
     It ignores versions of tensors, unused outputs, most outputs without a gradient, and second
     derivatives.
     """
-    wrap_method(owner(TRAINING), "_create_autofunction_class", _following)
+    wrap_method(function_owner(TRAINING), "_create_autofunction_class", _wrap_autograd_function)
 
 
-Gradients = Sequence["torch.Tensor | None"]
+OptionalGradients = Sequence["torch.Tensor | None"]
 
 
-class _Facts(NamedTuple):
+class _GraphFacts(NamedTuple):
     """Facts about one training graph."""
 
-    needed: list[int]
+    needed_positions: list[int]
     """Positions of the inputs and weights whose values the backward pass needs."""
-    reached: list[set[str]]
+    reached_by_output: list[set[str]]
     """Names of the inputs and weights that each output depends on with a gradient."""
 
 
-class _Saved(NamedTuple):
+class _SavedTensor(NamedTuple):
     name: str
     tensor: torch.Tensor
     version: int
     address: int
 
 
-def _following(original: AnyFunction, manager: Manager) -> object:
-    function = original(manager)
+def _wrap_autograd_function(original: AnyFunction, manager: Manager) -> object:
+    ort_function = original(manager)
 
-    class _ORTModuleFunction(function):  # type: ignore[misc,valid-type]
+    class _ORTModuleFunction(ort_function):  # type: ignore[misc,valid-type]
         @staticmethod
         def forward(ctx: Any, *inputs: torch.Tensor) -> object:
             # Hooks of a checkpoint around the module would run it again for what a torch operator
             # inside the graph saves, while ONNX Runtime holds its lock.
-            with torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged):
-                outputs = function.forward(ctx, *inputs)
+            with torch.autograd.graph.saved_tensors_hooks(_return_unchanged, _return_unchanged):
+                outputs = ort_function.forward(ctx, *inputs)
             # ORT marks one after the other, and of several calls autograd keeps the last alone.
-            constant = manager._graph_info.output_grad_indices_non_differentiable
-            ctx.mark_non_differentiable(*(outputs[place] for place in constant))
-            names = list(_info(manager).onnx_graph_input_names)
-            ctx.ortlaunch_saved = list(_saved(names, inputs, _facts(manager).needed))
+            constant_positions = manager._graph_info.output_grad_indices_non_differentiable
+            ctx.mark_non_differentiable(*(outputs[position] for position in constant_positions))
+            names = list(_exported_graph_info(manager).onnx_graph_input_names)
+            ctx.ortlaunch_saved = list(
+                _saved_tensors(names, inputs, _facts_of_graph(manager).needed_positions)
+            )
             return outputs
 
         @staticmethod
         def backward(ctx: Any, *gradients: torch.Tensor | None) -> object:
-            _check_versions(ctx.ortlaunch_saved)
+            _raise_if_changed(ctx.ortlaunch_saved)
             # The gradient of a sum over nothing has strides that ORT refuses.
             gradients = tuple(
                 g if g is None or g.numel() else g.new_empty(g.shape) for g in gradients
             )
             # With create_graph=True, autograd would record the operations of ORT's own backward.
             with torch.no_grad():
-                found = function.backward(ctx, *gradients)
+                input_gradients = ort_function.backward(ctx, *gradients)
             # Frees the tensors, which nothing needs after the check.
             ctx.ortlaunch_saved = []
-            found = _without_unused(manager, gradients, found)
-            return _once_differentiable(found) if torch.is_grad_enabled() else found
+            input_gradients = _drop_unused_gradients(manager, gradients, input_gradients)
+            return (
+                _forbid_second_derivative(input_gradients)
+                if torch.is_grad_enabled()
+                else input_gradients
+            )
 
     return _ORTModuleFunction
 
 
-def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
+def _return_unchanged(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _info(manager: Manager) -> GraphInfo:
+def _exported_graph_info(manager: Manager) -> GraphInfo:
     return manager._graph_transition_manager._post_export_processed_model_info
 
 
-def _facts(manager: Manager) -> _Facts:
+def _facts_of_graph(manager: Manager) -> _GraphFacts:
     """Return the facts about the current graph, computed once for each graph."""
-    info = _info(manager)
+    info = _exported_graph_info(manager)
     graph = manager._onnx_models.optimized_model.graph
-    known: tuple[object, _Facts] | None = vars(manager).get("_ortlaunch_facts")
-    if known is None or known[0] is not graph:
-        names = set(_needed(graph))
-        places = [place for place, name in enumerate(info.onnx_graph_input_names) if name in names]
-        exported = info._post_export_processed_model.graph
+    cached_facts: tuple[object, _GraphFacts] | None = vars(manager).get("_ortlaunch_facts")
+    if cached_facts is None or cached_facts[0] is not graph:
+        needed_names = set(_names_read_in_backward(graph))
+        positions = [
+            position
+            for position, name in enumerate(info.onnx_graph_input_names)
+            if name in needed_names
+        ]
+        exported_graph = info._post_export_processed_model.graph
         # Of the exported graph, because optimizations may rename or merge values.
-        outputs = [reached(exported, [output.name]) for output in exported.output]
-        known = vars(manager)["_ortlaunch_facts"] = graph, _Facts(places, outputs)
-    return known[1]
+        reached_by_output = [
+            names_reached_by_gradient(exported_graph, [output.name])
+            for output in exported_graph.output
+        ]
+        cached_facts = vars(manager)["_ortlaunch_facts"] = (
+            graph,
+            _GraphFacts(positions, reached_by_output),
+        )
+    return cached_facts[1]
 
 
 # ------------------------------------------------------------------------------------------------ unused outputs
 
 
-def _without_unused(
-    manager: Manager, gradients: Gradients, found: Gradients
+def _drop_unused_gradients(
+    manager: Manager, output_gradients: OptionalGradients, input_gradients: OptionalGradients
 ) -> tuple[torch.Tensor | None, ...]:
     """Return the gradients, with None where only outputs without a gradient depend on the input."""
-    if all(gradient is not None for gradient in gradients):
-        return tuple(found)
-    outputs = _facts(manager).reached
-    used = set[str]().union(
-        *(names for names, gradient in zip(outputs, gradients) if gradient is not None)
+    if all(gradient is not None for gradient in output_gradients):
+        return tuple(input_gradients)
+    reached_by_output = _facts_of_graph(manager).reached_by_output
+    used_names = set[str]().union(
+        *(
+            names
+            for names, gradient in zip(reached_by_output, output_gradients)
+            if gradient is not None
+        )
     )
-    names = _info(manager).onnx_graph_input_names
-    return tuple(gradient if name in used else None for name, gradient in zip(names, found))
+    names = _exported_graph_info(manager).onnx_graph_input_names
+    return tuple(
+        gradient if name in used_names else None for name, gradient in zip(names, input_gradients)
+    )
 
 
 # ----------------------------------------------------------------------------------------------- changed tensors
 
 
-def _saved(
-    names: Sequence[str], inputs: Sequence[torch.Tensor], places: Sequence[int]
-) -> Iterator[_Saved]:
+def _saved_tensors(
+    input_names: Sequence[str], inputs: Sequence[torch.Tensor], positions: Sequence[int]
+) -> Iterator[_SavedTensor]:
     """Yield the tensors at these positions with their current version and address."""
-    for place in places:
-        tensor = inputs[place]
+    for position in positions:
+        tensor = inputs[position]
         # Inference tensors have no version counter.
         if not tensor.is_inference():
-            yield _Saved(names[place], tensor, tensor._version, tensor.data_ptr())
+            yield _SavedTensor(input_names[position], tensor, tensor._version, tensor.data_ptr())
 
 
-def _check_versions(saved: Sequence[_Saved]) -> None:
+def _raise_if_changed(saved_tensors: Sequence[_SavedTensor]) -> None:
     """Raise RuntimeError if a tensor was changed or replaced since the forward pass."""
-    for name, tensor, version, address in saved:
+    for name, tensor, version, address in saved_tensors:
         if (tensor._version, tensor.data_ptr()) != (version, address):
-            kind = f"{tensor.type()} {list(tensor.shape)}"
-            how = f"is at version {tensor._version}; expected version {version} instead"
+            tensor_text = f"{tensor.type()} {list(tensor.shape)}"
+            change_text = f"is at version {tensor._version}; expected version {version} instead"
             if tensor._version == version:
-                how = "has another memory than in the forward pass (`.data = ...`)"
+                change_text = "has another memory than in the forward pass (`.data = ...`)"
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: [{kind}], which is "
-                f"{name.replace('_original_module.', '', 1)}, {how}. Change it after the backward "
+                f"inplace operation: [{tensor_text}], which is "
+                f"{name.replace('_original_module.', '', 1)}, {change_text}. Change it after the backward "
                 "pass, or call the module again before the backward pass"
             )
 
 
-def _needed(graph: onnx.GraphProto) -> Iterator[str]:
+def _names_read_in_backward(graph: onnx.GraphProto) -> Iterator[str]:
     """Yield the names of the inputs whose values the backward pass reads, in any shape."""
     nodes = list(graph.node)
     # ORT's YieldOp separates the forward from the backward pass.
-    border = next(place for place, node in enumerate(nodes) if node.op_type == "YieldOp")
-    makers = {name: node for node in nodes for name in node.output}
-    first = _before(nodes[border], makers)
+    yield_index = next(
+        node_index for node_index, node in enumerate(nodes) if node.op_type == "YieldOp"
+    )
+    node_by_output = {name: node for node in nodes for name in node.output}
+    forward_node_ids = _ids_of_needed_nodes(nodes[yield_index], node_by_output)
     for node in nodes:
-        if id(node) not in first and node is not nodes[border] and node.op_type not in _SIZES:
-            yield from (_origin(name, makers) for name in node.input)
+        if (
+            id(node) not in forward_node_ids
+            and node is not nodes[yield_index]
+            and node.op_type not in _SIZE_OPERATORS
+        ):
+            yield from (_copied_value_name(name, node_by_output) for name in node.input)
 
 
-def _origin(name: str, makers: dict[str, onnx.NodeProto]) -> str:
+def _copied_value_name(value_name: str, node_by_output: dict[str, onnx.NodeProto]) -> str:
     """Return the name of the value that a value copies, apart from shape and type."""
-    while name in makers and makers[name].op_type in _SAME_VALUES:
-        name = makers[name].input[0]
-    return name
+    while value_name in node_by_output and node_by_output[value_name].op_type in _SAME_VALUES:
+        value_name = node_by_output[value_name].input[0]
+    return value_name
 
 
-def _before(end: onnx.NodeProto, makers: dict[str, onnx.NodeProto]) -> set[int]:
-    """Return the ids of the nodes that `end` needs."""
-    found: set[int] = set()
-    waiting = [end]
-    while waiting:
-        node = waiting.pop()
-        new = [
-            makers[name] for name in node.input if name in makers and id(makers[name]) not in found
+def _ids_of_needed_nodes(
+    end_node: onnx.NodeProto, node_by_output: dict[str, onnx.NodeProto]
+) -> set[int]:
+    """Return the ids of the nodes that `end_node` needs."""
+    node_ids: set[int] = set()
+    pending = [end_node]
+    while pending:
+        node = pending.pop()
+        new_nodes = [
+            node_by_output[name]
+            for name in node.input
+            if name in node_by_output and id(node_by_output[name]) not in node_ids
         ]
-        found.update(map(id, new))
-        waiting += new
-    return found
+        node_ids.update(map(id, new_nodes))
+        pending += new_nodes
+    return node_ids
 
 
 # -------------------------------------------------------------------------------------------- second derivatives
 
 
-def _once_differentiable(found: Gradients) -> tuple[torch.Tensor | None, ...]:
+def _forbid_second_derivative(gradients: OptionalGradients) -> tuple[torch.Tensor | None, ...]:
     """Return the gradients, marked so that their own derivative raises an error."""
-    made = [gradient for gradient in found if gradient is not None]
-    marked = iter(
+    present_gradients = [gradient for gradient in gradients if gradient is not None]
+    marked_gradients = iter(
         # The function behind torch's own `once_differentiable`.
-        torch._C._functions.DelayedError(_TWICE, len(made))(
-            *(g.detach().requires_grad_() for g in made)
+        torch._C._functions.DelayedError(_SECOND_DERIVATIVE_MESSAGE, len(present_gradients))(
+            *(g.detach().requires_grad_() for g in present_gradients)
         )
     )
-    return tuple(None if gradient is None else next(marked) for gradient in found)
+    return tuple(None if gradient is None else next(marked_gradients) for gradient in gradients)

@@ -19,9 +19,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ortlaunch.errors import EngineError
-from ortlaunch.ortmodule.base.export import Export, own_path, traced_facts
+from ortlaunch.ortmodule.base.export import Export, facts_of_last_trace, path_in_model
 from ortlaunch.ortmodule.base.patching import wrap_method
-from ortlaunch.ortmodule.base.source_guard import PACKAGE, PROCESSED, TRAINING, owner
+from ortlaunch.ortmodule.base.source_guard import PACKAGE, PROCESSED, TRAINING, function_owner
 from ortlaunch.ortmodule.torch_in_graph import torch_modules
 from ortlaunch.ortmodule.tracing import grad_mode
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from ortlaunch.ortmodule.base.ort_types import AnyFunction, GraphInfo, Manager
 
-_SIZE = "ortlaunch_size_of_"
+_SIZE_PREFIX = "ortlaunch_size_of_"
 
 
 def keep_buffers_exact() -> None:
@@ -40,46 +40,46 @@ def keep_buffers_exact() -> None:
     does not count batches. Other buffers that a forward pass changes would not change in ORT's
     graph: such a model is refused.
     """
-    wrap_method(owner(PROCESSED), "restore_outputs", _keeping_sizes)
-    wrap_method(owner(TRAINING), "forward", _with_exact_statistics)
+    wrap_method(function_owner(PROCESSED), "restore_outputs", _keep_all_outputs)
+    wrap_method(function_owner(TRAINING), "forward", _run_with_exact_statistics)
 
 
 # ---------------------------------------------------------------------------------------------- in the export
 
 
 @contextlib.contextmanager
-def buffers_kept(export: Export) -> Iterator[None]:
+def restore_modes_and_buffers(export: Export) -> Iterator[None]:
     """Restore modes and buffers after the export; changes by a pass are recorded or refused."""
-    changed: dict[str, int] = {}
+    change_counts: dict[str, int] = {}
     try:
         with (
-            kept_modes(export.module),
-            kept_buffers(export.module, changed),
-            _frozen_norms_written_out(export.training),
+            restore_modes_after(export.module),
+            restore_buffers_after(export.module, change_counts),
+            _write_out_frozen_norms(export.training),
         ):
             yield
     except Exception:
         # The failure may come from a layer that changes a buffer; that layer may then run as torch
         # (OnceMore).
         with contextlib.suppress(EngineError):
-            _layers(export, changed)
+            _updated_norms_or_raise(export, change_counts)
         raise
-    layers = _layers(export, changed)
+    norm_paths = _updated_norms_or_raise(export, change_counts)
     if export.training:
-        export.facts["batch_norms"] = layers
+        export.facts["batch_norms"] = norm_paths
 
 
-def put_out_batch_sizes(export: Export, model: onnx.ModelProto) -> None:
+def add_batch_size_outputs(export: Export, model: onnx.ModelProto) -> None:
     """Add outputs to a training graph: the number of values behind each BatchNorm's statistics."""
     if not export.training:
         return
     _refuse_frozen_nodes(model)
     if export.device.type == "cpu":
         # On CUDA cuDNN computes the statistics, in the same way as in PyTorch.
-        _put_out_sizes(export, model)
+        _add_size_outputs(export, model)
 
 
-def with_each_mode(export: AnyFunction) -> AnyFunction:
+def wrap_preserving_modes(export: AnyFunction) -> AnyFunction:
     """Return an export that keeps each layer's own mode and the current grad mode.
 
     ORT's training export would set every layer to training, also a BatchNorm that the user froze by
@@ -89,50 +89,50 @@ def with_each_mode(export: AnyFunction) -> AnyFunction:
     modes = torch.onnx.TrainingMode
 
     @functools.wraps(export)
-    def export_as_it_is(module: nn.Module, *args: object, **kwargs: object) -> object:
-        gradients = grad_mode.at_start(True)
+    def export_preserving_modes(module: nn.Module, *args: object, **kwargs: object) -> object:
+        gradients_enabled = grad_mode.starting_grad_mode(True)
         if kwargs["training"] != modes.TRAINING or (
-            gradients and all(layer.training for layer in module.modules())
+            gradients_enabled and all(layer.training for layer in module.modules())
         ):
             return export(module, *args, **kwargs)
         exporter: Any = importlib.import_module(f"{PACKAGE}._custom_autograd_function_exporter")
-        asked = exporter._get_training_mode
+        original_get_mode = exporter._get_training_mode
         # ORT's own function handles no mode besides TRAINING and EVAL.
-        exporter._get_training_mode = lambda: gradients
+        exporter._get_training_mode = lambda: gradients_enabled
         try:
             return export(module, *args, **{**kwargs, "training": modes.PRESERVE})
         finally:
-            exporter._get_training_mode = asked
+            exporter._get_training_mode = original_get_mode
 
-    return export_as_it_is
+    return export_preserving_modes
 
 
 @contextlib.contextmanager
-def _frozen_norms_written_out(training: bool) -> Iterator[None]:
+def _write_out_frozen_norms(is_training: bool) -> Iterator[None]:
     """Export a BatchNorm in evaluation mode as plain arithmetic.
 
     In a training graph ORT would run it as if it were in training mode.
     """
-    forward = _BatchNorm.forward
+    original_forward = _BatchNorm.forward
 
-    def written_out(norm: _BatchNorm, x: torch.Tensor) -> torch.Tensor:
+    def normalize_by_arithmetic(norm: _BatchNorm, x: torch.Tensor) -> torch.Tensor:
         if norm.training or norm.running_var is None or norm.running_mean is None:
-            return forward(norm, x)
+            return original_forward(norm, x)
         shape = [1, -1, *[1] * (x.dim() - 2)]
         scale = (norm.running_var + norm.eps).rsqrt()
         y = (x - norm.running_mean.view(shape)) * scale.view(shape)
         return y * norm.weight.view(shape) + norm.bias.view(shape) if norm.affine else y
 
     with (
-        mock.patch.object(_BatchNorm, "forward", written_out)
-        if training
+        mock.patch.object(_BatchNorm, "forward", normalize_by_arithmetic)
+        if is_training
         else contextlib.nullcontext()
     ):
         yield
 
 
 @contextlib.contextmanager
-def kept_modes(module: nn.Module) -> Iterator[None]:
+def restore_modes_after(module: nn.Module) -> Iterator[None]:
     """Restore every layer's own mode, training or evaluation, afterwards."""
     modes = [(layer, layer.training) for layer in module.modules()]
     try:
@@ -143,111 +143,130 @@ def kept_modes(module: nn.Module) -> Iterator[None]:
 
 
 class _Buffer(NamedTuple):
-    owner: nn.Module
+    layer: nn.Module
     name: str
     tensor: torch.Tensor
-    value: torch.Tensor
+    value_before: torch.Tensor
 
 
 @contextlib.contextmanager
-def kept_buffers(module: nn.Module, changed: dict[str, int] | None = None) -> Iterator[None]:
-    """Restore every buffer's object and value; fill `changed`, at the end, with their counts.
+def restore_buffers_after(
+    module: nn.Module, change_counts: dict[str, int] | None = None
+) -> Iterator[None]:
+    """Restore every buffer's object and value; fill `change_counts`, at the end, with their counts.
 
     A count is the number of times that one pass added 1 to a single integer, as BatchNorm does; it
     is 0 for other changes.
     """
-    kept = {
-        f"{path}.{name}": _Buffer(place, name, tensor, tensor.detach().clone())
-        for path, place in module.named_modules()
-        for name, tensor in place._buffers.items()
+    buffer_by_name = {
+        f"{path}.{name}": _Buffer(layer, name, tensor, tensor.detach().clone())
+        for path, layer in module.named_modules()
+        for name, tensor in layer._buffers.items()
         if tensor is not None
     }
     # The export runs the model several times; counts are divided by the number of passes.
     passes: list[None] = []
     # A copy that ORT makes of the module has the hook too, and is not counted.
     hook = module.register_forward_pre_hook(
-        lambda who, _: passes.append(None) if who is module else None
+        lambda called_module, _: passes.append(None) if called_module is module else None
     )
     try:
         yield
     finally:
         hook.remove()
-        if changed is not None:
-            changed.update(_changed(kept, len(passes)))
+        if change_counts is not None:
+            change_counts.update(_buffer_changes(buffer_by_name, len(passes)))
         with torch.no_grad():
-            for old in kept.values():
-                old.owner._buffers[old.name] = old.tensor
-                old.tensor.copy_(old.value)
+            for buffer in buffer_by_name.values():
+                buffer.layer._buffers[buffer.name] = buffer.tensor
+                buffer.tensor.copy_(buffer.value_before)
 
 
-def _changed(kept: dict[str, _Buffer], passes: int) -> Iterator[tuple[str, int]]:
-    for name, old in kept.items():
-        new = old.owner._buffers[old.name]
-        if new is not None and _differs(old.value, new):
+def _buffer_changes(
+    buffer_by_name: dict[str, _Buffer], pass_count: int
+) -> Iterator[tuple[str, int]]:
+    for name, buffer in buffer_by_name.items():
+        new_tensor = buffer.layer._buffers[buffer.name]
+        if new_tensor is not None and _has_changed_value(buffer.value_before, new_tensor):
             # As num_batches_tracked is.
-            counts = old.value.dtype == torch.long and old.value.numel() == 1
-            yield name, int(new - old.value) // max(1, passes) if counts else 0
+            is_counter = (
+                buffer.value_before.dtype == torch.long and buffer.value_before.numel() == 1
+            )
+            yield (
+                name,
+                int(new_tensor - buffer.value_before) // max(1, pass_count) if is_counter else 0,
+            )
 
 
-def _differs(before: torch.Tensor, after: torch.Tensor | None) -> bool:
+def _has_changed_value(old_value: torch.Tensor, new_value: torch.Tensor | None) -> bool:
     """Return whether a pass changed a value.
 
     A value of another shape is a table that grew, which a graph does not need.
     """
-    return after is not None and before.shape == after.shape and not torch.equal(before, after)
+    return (
+        new_value is not None
+        and old_value.shape == new_value.shape
+        and not torch.equal(old_value, new_value)
+    )
 
 
-def _layers(export: Export, changed: dict[str, int]) -> list[str]:
+def _updated_norms_or_raise(export: Export, change_counts: dict[str, int]) -> list[str]:
     """Return the BatchNorm layers that a pass updates, each once.
 
     Raises:
         EngineError: a pass changes a buffer that ONNX Runtime's graph would not change.
         OnceMore: the layer of such a buffer can run as torch.
     """
-    outer = torch_modules.paths(export)
-    changed = {
-        name: count for name, count in changed.items() if not torch_modules.inside(name, outer)
+    outer_paths = torch_modules.torch_layer_paths(export)
+    change_counts = {
+        name: count
+        for name, count in change_counts.items()
+        if not torch_modules.is_inside_layers(name, outer_paths)
     }
-    layers = sorted({name.rpartition(".")[0] for name in changed})
-    for path in layers:
+    norm_paths = sorted({name.rpartition(".")[0] for name in change_counts})
+    for path in norm_paths:
         layer = export.module.get_submodule(path)
-        name = own_path(path)
+        name = path_in_model(path)
         if not isinstance(layer, _BatchNorm):
             buffers = ", ".join(
-                own_path(buffer) for buffer in changed if buffer.startswith(f"{path}.")
+                path_in_model(buffer) for buffer in change_counts if buffer.startswith(f"{path}.")
             )
-            why = (
+            reason = (
                 f"a forward pass changes the model's {buffers}, and ONNX Runtime's graph would not"
             )
-            raise torch_modules.instead(export, path, why)
+            raise torch_modules.mark_layer_and_get_error(export, path, reason)
         if layer.momentum is None:
-            why = (
+            reason = (
                 f"{name} is a BatchNorm with momentum=None, and ONNX Runtime's cannot average "
                 "over all batches"
             )
-            raise torch_modules.instead(export, path, f"{why}; give it a momentum such as 0.1")
-        if changed.get(f"{path}.num_batches_tracked", 1) > 1:
-            why = f"{name} is a BatchNorm that runs more than once in a pass; ONNX Runtime's cannot"
-            raise torch_modules.instead(export, path, why)
-    return layers
+            raise torch_modules.mark_layer_and_get_error(
+                export, path, f"{reason}; give it a momentum such as 0.1"
+            )
+        if change_counts.get(f"{path}.num_batches_tracked", 1) > 1:
+            reason = (
+                f"{name} is a BatchNorm that runs more than once in a pass; ONNX Runtime's cannot"
+            )
+            raise torch_modules.mark_layer_and_get_error(export, path, reason)
+    return norm_paths
 
 
-def _put_out_sizes(export: Export, model: onnx.ModelProto) -> None:
+def _add_size_outputs(export: Export, model: onnx.ModelProto) -> None:
     """Add an output for each layer: the number of values behind its statistics, times its channels."""
     from onnx import TensorProto, helper
 
     # Input 4 of a BatchNormalization is the running variance.
-    normalized = {node.input[4]: node.input[0] for node in _norm_nodes(model)}
+    input_by_variance = {node.input[4]: node.input[0] for node in _norm_nodes(model)}
     for path in export.facts["batch_norms"]:
-        if f"{path}.running_var" not in normalized:
-            why = (
-                f"{own_path(path)} is a BatchNorm inside a branch, or of a batch whose size follows "
+        if f"{path}.running_var" not in input_by_variance:
+            reason = (
+                f"{path_in_model(path)} is a BatchNorm inside a branch, or of a batch whose size follows "
                 "from values and may be 0; ONNX Runtime's graph cannot update its statistics"
             )
-            raise torch_modules.instead(export, path, why)
-        name = f"{_SIZE}{path}"
+            raise torch_modules.mark_layer_and_get_error(export, path, reason)
+        name = f"{_SIZE_PREFIX}{path}"
         model.graph.node.append(
-            helper.make_node("Size", [normalized[f"{path}.running_var"]], [name])
+            helper.make_node("Size", [input_by_variance[f"{path}.running_var"]], [name])
         )
         model.graph.output.append(helper.make_tensor_value_info(name, TensorProto.INT64, []))
 
@@ -270,39 +289,39 @@ def _refuse_frozen_nodes(model: onnx.ModelProto) -> None:
 # ------------------------------------------------------------------------------------------------ in each pass
 
 
-def _keeping_sizes(original: AnyFunction, info: GraphInfo, outputs: list[str]) -> object:
+def _keep_all_outputs(original: AnyFunction, info: GraphInfo, outputs: list[str]) -> object:
     """Keep ORT's outputs, because the schema drops the added ones."""
     info._ortlaunch_outputs = outputs
     return original(info, outputs)
 
 
-def _with_exact_statistics(
+def _run_with_exact_statistics(
     original: AnyFunction, manager: Manager, *args: object, **kwargs: object
 ) -> object:
-    norms = _norms(manager)
+    norms = _batch_norms(manager)
     if not norms:
         return original(manager, *args, **kwargs)
-    before = {path: norm.running_var.clone() for path, norm in norms.items()}
+    variance_before = {path: norm.running_var.clone() for path, norm in norms.items()}
     output = original(manager, *args, **kwargs)
-    transition = manager._graph_transition_manager
-    layers = traced_facts(transition).get("batch_norms", [])
-    info = transition._post_export_processed_model_info
+    graph_manager = manager._graph_transition_manager
+    norm_paths = facts_of_last_trace(graph_manager).get("batch_norms", [])
+    info = graph_manager._post_export_processed_model_info
     # Only the CPU's graph has these outputs, and they come last.
     sizes = (
-        info._ortlaunch_outputs[len(info._ortlaunch_outputs) - len(layers) :]
+        info._ortlaunch_outputs[len(info._ortlaunch_outputs) - len(norm_paths) :]
         if manager._device.type == "cpu"
         else []
     )
     with torch.no_grad():
-        for path, size in zip(layers, sizes):
-            _unbias(norms[path], before[path], int(size))
-        for path in layers:
+        for path, size in zip(norm_paths, sizes):
+            _correct_running_variance(norms[path], variance_before[path], int(size))
+        for path in norm_paths:
             # ORT's node does not count batches, on any device.
             norms[path].num_batches_tracked.add_(1)
     return output
 
 
-def _norms(manager: Manager) -> dict[str, Any]:
+def _batch_norms(manager: Manager) -> dict[str, Any]:
     """Return the BatchNorm layers that have statistics, by path."""
     if not hasattr(manager, "_ortlaunch_norms"):
         modules = manager._flattened_module.named_modules()
@@ -315,16 +334,18 @@ def _norms(manager: Manager) -> dict[str, Any]:
     return norms
 
 
-def _unbias(norm: Any, before: torch.Tensor, size: int) -> None:
+def _correct_running_variance(norm: Any, variance_before: torch.Tensor, element_count: int) -> None:
     """Replace the biased variance of this batch by the unbiased one, in the running variance.
 
     The running variance changes from (1 - m) before + m biased to (1 - m) before + m biased n / (n
     - 1).
     """
-    values = size // norm.running_var.numel()
+    values_per_channel = element_count // norm.running_var.numel()
     # The error has PyTorch's text.
-    if values < 2:
-        raise ValueError(f"Expected more than 1 value per channel when training, got {values}")
+    if values_per_channel < 2:
+        raise ValueError(
+            f"Expected more than 1 value per channel when training, got {values_per_channel}"
+        )
     # m times the biased variance of this batch.
-    share = norm.running_var - (1 - norm.momentum) * before
-    norm.running_var.add_(share, alpha=1 / (values - 1))
+    batch_share = norm.running_var - (1 - norm.momentum) * variance_before
+    norm.running_var.add_(batch_share, alpha=1 / (values_per_channel - 1))

@@ -20,18 +20,18 @@ import numpy
 import torch
 from torch import nn
 
-from ortlaunch.ortmodule.base.export import Export, own_path
-from ortlaunch.ortmodule.state.buffers import kept_buffers
+from ortlaunch.ortmodule.base.export import Export, path_in_model
+from ortlaunch.ortmodule.state.buffers import restore_buffers_after
 from ortlaunch.ortmodule.torch_in_graph import torch_modules
 from ortlaunch.ortmodule.tracing.python_state import (
     ENVIRONMENT,
     GLOBAL,
-    GONE,
-    Reads,
-    Values,
-    drawn,
-    noted,
-    same,
+    MISSING_VALUE,
+    StateReads,
+    StateValues,
+    are_snapshots_equal,
+    generator_state_text,
+    record_state_reads,
 )
 
 if TYPE_CHECKING:
@@ -39,106 +39,119 @@ if TYPE_CHECKING:
     from ortlaunch.ortmodule.base.ort_types import AnyFunction
 
 # Attributes of nn.Module whose change means another graph.
-_PARTS = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
-_BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
+_PART_ATTRIBUTES = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
+_BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 
 
 # ---------------------------------------------------------------------------------------------- in the export
 
 
 @contextlib.contextmanager
-def noted_state(export: Export) -> Iterator[None]:
+def record_or_refuse_state(export: Export) -> Iterator[None]:
     """Record the Python state that the passes read, and refuse state that a graph cannot follow."""
     module = export.module
     if export.training:
-        _refuse_backward_hooks(module, torch_modules.paths(export))
-    with noted(module) as reads, _nothing_drawn():
+        _refuse_backward_hooks(module, torch_modules.torch_layer_paths(export))
+    with record_state_reads(module) as reads, _refuse_random_draws():
         yield
-        _refuse_memory(module, reads, export.inputs)
-    export.facts.update(read=sorted(reads.places), names=sorted(reads.names))
+        _refuse_continued_values(module, reads, export.inputs)
+    export.facts.update(read=sorted(reads.value_by_path), names=sorted(reads.code_names))
 
 
-def _refuse_memory(module: nn.Module, reads: Reads, inputs: Any) -> None:
+def _refuse_continued_values(module: nn.Module, reads: StateReads, inputs: Any) -> None:
     """Refuse a pass that continues from a value that an earlier pass left.
 
     Such a value is read, then changed, and changed again by a second pass.
     """
-    after = Values(module, reads.places)
-    changed = {
-        place
-        for place, value in after.frozen.items()
-        if not (value is GONE or same(reads.places[place], value))
+    values_after = StateValues(module, reads.value_by_path)
+    changed_paths = {
+        state_path
+        for state_path, value in values_after.snapshots.items()
+        if not (
+            value is MISSING_VALUE or are_snapshots_equal(reads.value_by_path[state_path], value)
+        )
     }
-    if not changed:
+    if not changed_paths:
         return
     # One more pass: a value that it does not change again was only initialized by the first.
-    with torch.no_grad(), kept_buffers(module):
+    with torch.no_grad(), restore_buffers_after(module):
         module(*(tensor.clone() for tensor in inputs))
-    for place in after.changed():
-        if place in changed:
-            line, layer = reads.writers.get(place[0], ("", ""))
-            layer = own_path(layer)
-            instead = f", or let {layer} run as torch (Settings.torch_modules={[layer]})"
+    for state_path in values_after.changed_paths():
+        if state_path in changed_paths:
+            line, layer = reads.writer_by_layer.get(state_path[0], ("", ""))
+            layer = path_in_model(layer)
+            torch_remedy = f", or let {layer} run as torch (Settings.torch_modules={[layer]})"
             raise RuntimeError(
-                f"a forward pass reads and changes {_described(*place)}{line}, and ONNX Runtime's "
+                f"a forward pass reads and changes {_state_path_text(*state_path)}{line}, and ONNX Runtime's "
                 "graph would hold its first value; give such a value to the forward pass as an "
-                f"argument{instead if layer else ''}"
+                f"argument{torch_remedy if layer else ''}"
             )
 
 
-def _refuse_backward_hooks(module: nn.Module, outer: list[str]) -> None:
+def _refuse_backward_hooks(module: nn.Module, outer_paths: list[str]) -> None:
     """Raise RuntimeError if a layer in the graph has a backward hook."""
     for path, layer in module.named_modules():
-        if not torch_modules.inside(path, outer) and any(
-            getattr(layer, hooks, None) for hooks in _BACKWARD
+        if not torch_modules.is_inside_layers(path, outer_paths) and any(
+            getattr(layer, hooks, None) for hooks in _BACKWARD_HOOKS
         ):
             raise RuntimeError(
-                f"{own_path(path) or 'the model'} has a backward hook, which ONNX Runtime's graph "
+                f"{path_in_model(path) or 'the model'} has a backward hook, which ONNX Runtime's graph "
                 "would never call; hooks of parameters are called, and those of layers in "
                 "Settings.torch_modules"
             )
 
 
 @contextlib.contextmanager
-def _nothing_drawn() -> Iterator[None]:
+def _refuse_random_draws() -> Iterator[None]:
     """Refuse a pass that seeds torch, or draws numbers with Python or NumPy.
 
     These would be the same in every step.
     """
-    shared: dict[str, Any] = {"random": random.getstate, "numpy.random": numpy.random.get_state}
-    sources = {name: state.__self__ for name, state in shared.items()}
+    state_functions: dict[str, Any] = {
+        "random": random.getstate,
+        "numpy.random": numpy.random.get_state,
+    }
+    generator_by_name = {name: state.__self__ for name, state in state_functions.items()}
     # A draw changes the generator's state.
-    before = {name: drawn(source) for name, source in sources.items()}
-    with mock.patch.object(torch, "manual_seed", functools.partial(_seed, torch.manual_seed)):
+    state_before = {
+        name: generator_state_text(generator) for name, generator in generator_by_name.items()
+    }
+    with mock.patch.object(
+        torch, "manual_seed", functools.partial(_refuse_traced_seed, torch.manual_seed)
+    ):
         yield
-    if new := [name for name, source in sources.items() if drawn(source) != before[name]]:
+    if drawn_names := [
+        name
+        for name, generator in generator_by_name.items()
+        if generator_state_text(generator) != state_before[name]
+    ]:
         raise RuntimeError(
-            f"a forward pass draws numbers with Python's {new[0]}, which would be the same in "
+            f"a forward pass draws numbers with Python's {drawn_names[0]}, which would be the same in "
             "every step of ONNX Runtime's graph; draw them with torch, give them to the forward "
             "pass as arguments, or let the layer run as torch "
             "(Settings.torch_modules=['PATH OF THE LAYER'])"
         )
 
 
-def _seed(plainly: AnyFunction, seed: int) -> torch.Generator:
+def _refuse_traced_seed(original_seed: AnyFunction, seed: int) -> torch.Generator:
     if torch.jit.is_tracing():
         raise RuntimeError(
             f"a forward pass seeds torch's random numbers with {seed}, and ONNX Runtime's graph "
             "would never: seed them before it, give the numbers to the forward pass as arguments, "
             "or let the layer run as torch (Settings.torch_modules=['PATH OF THE LAYER'])"
         )
-    found: torch.Generator = plainly(seed)
-    return found
+    generator: torch.Generator = original_seed(seed)
+    return generator
 
 
-def _described(holder: str, name: str) -> str:
+def _state_path_text(holder: str, name: str) -> str:
     """Return a place of Python state as a name for messages."""
     if holder.startswith(GLOBAL):
         return f"{holder.removeprefix(GLOBAL)}.{name}"
     return (
         f"{ENVIRONMENT} {name}"
         if holder == ENVIRONMENT
-        else f"the model's {own_path(f'{holder}.{name}')}"
+        else f"the model's {path_in_model(f'{holder}.{name}')}"
     )
 
 
@@ -149,11 +162,11 @@ class TracedState:
     """The state of a model at the time when its graph was made."""
 
     def __init__(self, module: nn.Module, facts: Facts) -> None:
-        places = [(holder, name) for holder, name in facts.get("read", [])]
-        self._values = Values(module, places, set(facts.get("names", [])))
-        groups = [getattr(layer, part) for layer in module.modules() for part in _PARTS]
+        state_paths = [(holder, name) for holder, name in facts.get("read", [])]
+        self._values = StateValues(module, state_paths, set(facts.get("names", [])))
+        groups = [getattr(layer, part) for layer in module.modules() for part in _PART_ATTRIBUTES]
         # Most groups are empty, and to check that they still are is fast.
-        self._empty = [group for group in groups if not group]
+        self._empty_groups = [group for group in groups if not group]
         # The objects are kept, because the id of a freed object may be used again.
         self._parts = [
             (group, tuple(map(id, group.values())), tuple(group.values()))
@@ -161,12 +174,14 @@ class TracedState:
             if group
         ]
 
-    def replaced(self) -> bool:
+    def has_replaced_parts(self) -> bool:
         """Return whether a weight, buffer, layer or hook is another object than before."""
-        return any(self._empty) or any(
+        return any(self._empty_groups) or any(
             tuple(map(id, group.values())) != ids for group, ids, _ in self._parts
         )
 
-    def changed(self) -> str:
+    def first_changed_value(self) -> str:
         """Return the name of a value that a pass reads and that has changed, or an empty string."""
-        return next((_described(*place) for place in self._values.changed()), "")
+        return next(
+            (_state_path_text(*state_path) for state_path in self._values.changed_paths()), ""
+        )

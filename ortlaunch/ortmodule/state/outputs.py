@@ -9,18 +9,27 @@ import torch
 
 from ortlaunch.ortmodule.base.graph import replace_nodes
 from ortlaunch.ortmodule.base.patching import wrap_method
-from ortlaunch.ortmodule.base.source_guard import PROCESSED, TRAINING, owner
+from ortlaunch.ortmodule.base.source_guard import PROCESSED, TRAINING, function_owner
 
 if TYPE_CHECKING:
     import onnx
 
     from ortlaunch.ortmodule.base.ort_types import AnyFunction, GraphInfo, Manager
 
-_TYPES = "_ortlaunch_types"
+_DTYPES_ATTRIBUTE = "_ortlaunch_types"
 # Operators that may return their first input's memory.
-_SHARING = {"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity"}
+_SHARING_OPERATORS = {"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity"}
 # Operators whose results have memory of their own; other ones may write theirs into an input's.
-_APART = {"ATen", "PythonOp", "Shape", "Size", "Gather", "Slice", "MatMul", "FusedMatMul"}
+_OWN_MEMORY_OPERATORS = {
+    "ATen",
+    "PythonOp",
+    "Shape",
+    "Size",
+    "Gather",
+    "Slice",
+    "MatMul",
+    "FusedMatMul",
+}
 
 
 def restore_output_dtypes() -> None:
@@ -28,25 +37,29 @@ def restore_output_dtypes() -> None:
 
     On a CPU ORT computes float16 in float32, and returned float32 where a model returns float16.
     """
-    wrap_method(owner(PROCESSED), "restore_outputs", _typed)
+    wrap_method(function_owner(PROCESSED), "restore_outputs", _restore_typed_outputs)
 
 
-def _typed(original: AnyFunction, info: GraphInfo, outputs: Sequence[torch.Tensor]) -> object:
+def _restore_typed_outputs(
+    original: AnyFunction, info: GraphInfo, outputs: Sequence[torch.Tensor]
+) -> object:
     # Computed once for a graph: this runs in each pass.
-    if not hasattr(info, _TYPES):
-        setattr(info, _TYPES, _types(info._post_export_processed_model.graph))
-    types = getattr(info, _TYPES)
+    if not hasattr(info, _DTYPES_ATTRIBUTE):
+        setattr(info, _DTYPES_ATTRIBUTE, _output_dtypes(info._post_export_processed_model.graph))
+    dtypes = getattr(info, _DTYPES_ATTRIBUTE)
     return original(
-        info, [output.to(kind) if kind else output for output, kind in zip(outputs, types)]
+        info, [output.to(dtype) if dtype else output for output, dtype in zip(outputs, dtypes)]
     )
 
 
-def _types(graph: onnx.GraphProto) -> list[torch.dtype | None]:
+def _output_dtypes(graph: onnx.GraphProto) -> list[torch.dtype | None]:
     """Return the dtype of each output; None where the exporter does not know it."""
     from onnxruntime.training.utils import onnx_dtype_to_pytorch_dtype
 
-    kinds = [output.type.tensor_type.elem_type for output in graph.output]
-    return [onnx_dtype_to_pytorch_dtype(kind) if kind else None for kind in kinds]
+    type_codes = [output.type.tensor_type.elem_type for output in graph.output]
+    return [
+        onnx_dtype_to_pytorch_dtype(type_code) if type_code else None for type_code in type_codes
+    ]
 
 
 def keep_outputs() -> None:
@@ -55,55 +68,63 @@ def keep_outputs() -> None:
     A value that only the caller reads has memory of its own. One that an operator reads too may
     share memory, which ORT frees or overwrites in the backward pass.
     """
-    wrap_method(owner(TRAINING), "_build_graph", _building)
+    wrap_method(function_owner(TRAINING), "_build_graph", _build_and_copy_outputs)
 
 
-def _building(original: AnyFunction, manager: Manager, *args: object) -> None:
+def _build_and_copy_outputs(original: AnyFunction, manager: Manager, *args: object) -> None:
     original(manager, *args)
     _copy_outputs(manager._onnx_models.optimized_model.graph)
 
 
 def _copy_outputs(graph: onnx.GraphProto) -> None:
-    makers = {name: node for node in graph.node for name in node.output}
-    readers: dict[str, list[onnx.NodeProto]] = {}
+    node_by_output = {name: node for node in graph.node for name in node.output}
+    readers_by_name: dict[str, list[onnx.NodeProto]] = {}
     for node in graph.node:
         for name in node.input:
-            readers.setdefault(name, []).append(node)
+            readers_by_name.setdefault(name, []).append(node)
 
-    def read_by(name: str, through: set[str]) -> set[str]:
+    def operators_reading(name: str, passed_operators: set[str]) -> set[str]:
         """Return the operators that read a value, or its memory through these operators."""
-        found: set[str] = set()
-        for reader in readers.get(name, ()):
-            shares = reader.op_type in through
-            found |= read_by(reader.output[0], through) if shares else {reader.op_type}
-        return found - {"YieldOp"}
+        operators: set[str] = set()
+        for reader in readers_by_name.get(name, ()):
+            shares = reader.op_type in passed_operators
+            operators |= (
+                operators_reading(reader.output[0], passed_operators)
+                if shares
+                else {reader.op_type}
+            )
+        return operators - {"YieldOp"}
 
     def has_own_memory(name: str) -> bool:
         # ORT's optimizer removes each Identity.
-        while (maker := makers.get(name)) and maker.op_type == "Identity":
+        while (maker := node_by_output.get(name)) and maker.op_type == "Identity":
             name = maker.input[0]
-        own = maker is not None and maker.op_type in _APART
-        return not read_by(name, {"Identity"}) or (own and read_by(name, _SHARING) <= _APART)
+        is_apart = maker is not None and maker.op_type in _OWN_MEMORY_OPERATORS
+        return not operators_reading(name, {"Identity"}) or (
+            is_apart and operators_reading(name, _SHARING_OPERATORS) <= _OWN_MEMORY_OPERATORS
+        )
 
     nodes = []
     for node in graph.node:
-        for place, name in enumerate(node.input if node.op_type == "YieldOp" else ()):
+        for position, name in enumerate(node.input if node.op_type == "YieldOp" else ()):
             if not has_own_memory(name):
-                node.input[place] = f"{name}_ortlaunch_{place}"
-                nodes += _copy(name, node.input[place])
+                node.input[position] = f"{name}_ortlaunch_{position}"
+                nodes += _copy_nodes(name, node.input[position])
         nodes.append(node)
     if len(nodes) > len(graph.node):
         replace_nodes(graph, nodes)
 
 
-def _copy(name: str, made: str) -> list[onnx.NodeProto]:
+def _copy_nodes(tensor_name: str, copy_name: str) -> list[onnx.NodeProto]:
     """Return nodes that copy a tensor of any type and rank: ORT would remove an Identity."""
     from onnx import TensorProto, helper
 
-    axes, first = (helper.make_tensor("zero", TensorProto.INT64, shape, [0]) for shape in ([1], []))
+    axes, zero_index = (
+        helper.make_tensor("zero", TensorProto.INT64, shape, [0]) for shape in ([1], [])
+    )
     return [
-        helper.make_node("Constant", [], [f"{made}_axes"], value=axes),
-        helper.make_node("Constant", [], [f"{made}_first"], value=first),
-        helper.make_node("Unsqueeze", [name, f"{made}_axes"], [f"{made}_list"]),
-        helper.make_node("Gather", [f"{made}_list", f"{made}_first"], [made]),
+        helper.make_node("Constant", [], [f"{copy_name}_axes"], value=axes),
+        helper.make_node("Constant", [], [f"{copy_name}_first"], value=zero_index),
+        helper.make_node("Unsqueeze", [tensor_name, f"{copy_name}_axes"], [f"{copy_name}_list"]),
+        helper.make_node("Gather", [f"{copy_name}_list", f"{copy_name}_first"], [copy_name]),
     ]

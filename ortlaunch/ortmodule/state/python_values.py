@@ -23,28 +23,38 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ortlaunch.ortmodule.base.counters import tally
-from ortlaunch.ortmodule.base.export import Export, traced_facts
-from ortlaunch.ortmodule.base.settings import settings_of
-from ortlaunch.ortmodule.base.torch_calls import getter, untraced
+from ortlaunch.ortmodule.base.export import Export, facts_of_last_trace
+from ortlaunch.ortmodule.base.settings import attached_settings
+from ortlaunch.ortmodule.base.torch_calls import pause_tracing, tensor_getter
 from ortlaunch.ortmodule.torch_in_graph import attention, torch_modules
 from ortlaunch.ortmodule.tracing import aliases, grad_mode, python_state
-from ortlaunch.ortmodule.tracing.grad_mode import changed_since, tensors, versions_of
+from ortlaunch.ortmodule.tracing.grad_mode import (
+    nested_tensors,
+    tensor_versions,
+    tensors_changed_since,
+)
 from ortlaunch.ortmodule.tracing.selections import Selections
 
 if TYPE_CHECKING:
     from types import FrameType
 
     from ortlaunch.ortmodule.base.export import Facts
-    from ortlaunch.ortmodule.base.ort_types import AnyFunction, Args, Kwargs, Manager, Transition
+    from ortlaunch.ortmodule.base.ort_types import (
+        AnyFunction,
+        Args,
+        GraphTransitionManager,
+        Kwargs,
+        Manager,
+    )
 
 _T = torch.Tensor
-_SIZES = {_T.size, _T.numel, _T.nelement, torch.numel, getter("shape"), _T.__len__}
+_SIZES = {_T.size, _T.numel, _T.nelement, torch.numel, tensor_getter("shape"), _T.__len__}
 # Functions that return values of a tensor to Python.
-_TAKEN = {_T.__bool__, _T.__int__, _T.__float__, _T.__index__, _T.__complex__, _T.item, _T.tolist, _T.numpy,
+_VALUE_READERS = {_T.__bool__, _T.__int__, _T.__float__, _T.__index__, _T.__complex__, _T.item, _T.tolist, _T.numpy,
           _T.__array__, _T.is_nonzero, torch.is_nonzero, torch.equal, _T.equal, torch.allclose,
           _T.allclose}  # fmt: skip
 _TORCH = str(Path(torch.__file__).parent)
-_NOT_THE_USERS = (
+_LIBRARY_FOLDERS = (
     f"{_TORCH}/",
     str(Path(__file__).parents[1]),
     f"{Path(_TORCH).parent}/onnxruntime/",
@@ -52,14 +62,14 @@ _NOT_THE_USERS = (
 # torch's function that compares a mask with the causal one.
 _MASK_CHECK = "_detect_is_causal_mask"
 # Files of ortlaunch whose frames are between a call of torch and the model.
-_BETWEEN = (
+_FILES_BETWEEN = (
     grad_mode.__file__,
     aliases.__file__,
     attention.__file__,
     str(Path(__file__).with_name("weight_changes.py")),
 )
 # Reads by ortlaunch itself, by the exporter, and torch's checks of a distribution's parameters.
-_QUIET = (
+_UNREPORTED_FILES = (
     str(Path(__file__).parents[1]),
     f"{_TORCH}/distributions",
     f"{_TORCH}/onnx",
@@ -72,22 +82,30 @@ _QUIET = (
 
 
 @contextlib.contextmanager
-def watched(export: Export) -> Iterator[None]:
+def record_value_reads(export: Export) -> Iterator[None]:
     """Record where the model reads values and sizes in Python.
 
     A trace makes those of the first batch constant.
     """
     facts = export.facts
-    numbers = [
+    are_numbers = [
         name in export.info.onnx_graph_input_const_as_tensor
         for name in export.info.onnx_graph_input_names
     ]
-    with _Watch(export.module, numbers, torch_modules.paths(export)) as watch:
-        facts["made"] = watch.made
+    with _ValueReadTracker(
+        export.module, are_numbers, torch_modules.torch_layer_paths(export)
+    ) as watch:
+        facts["made"] = watch.line_by_tensor
         yield
-    facts.update({name: sorted(places) for name, places in vars(watch.places).items() if places})
-    if watch.places.sizes or watch.places.ones:
-        facts["of"] = _shapes(export.inputs, facts)
+    facts.update(
+        {
+            name: sorted(locations)
+            for name, locations in vars(watch.read_locations).items()
+            if locations
+        }
+    )
+    if watch.read_locations.sizes or watch.read_locations.ones:
+        facts["of"] = _compared_sizes(export.inputs, facts)
 
 
 class _ReadLocations:
@@ -124,10 +142,18 @@ _COMPARED = {
     _T.ne,
 }
 # Functions that draw random numbers: their results are values, also if the arguments are sizes.
-_DRAWN = ("rand", "normal_", "bernoulli", "multinomial", "uniform_", "exponential_", "dropout")
+_DRAWING_NAMES = (
+    "rand",
+    "normal_",
+    "bernoulli",
+    "multinomial",
+    "uniform_",
+    "exponential_",
+    "dropout",
+)
 
 
-class _Watch(TorchFunctionMode):
+class _ValueReadTracker(TorchFunctionMode):
     """A record of torch's calls, and of the tensors that depend on sizes or constants only.
 
     numbers: which arguments of `module` are tensors in place of Python numbers, because ORT made
@@ -135,28 +161,30 @@ class _Watch(TorchFunctionMode):
     whole: paths of its layers that run as torch.
     """
 
-    def __init__(self, module: torch.nn.Module, numbers: list[bool], whole: list[str]) -> None:
+    def __init__(
+        self, module: torch.nn.Module, are_numbers: list[bool], torch_paths: list[str]
+    ) -> None:
         super().__init__()
-        self.places = _ReadLocations()
+        self.read_locations = _ReadLocations()
         # Tensors without an entry are values.
-        self._kinds = WeakTensorKeyDictionary()
+        self._kind_by_tensor = WeakTensorKeyDictionary()
         self._selections = Selections()
         # The sizes of selections themselves, and nothing computed from them.
-        self._chosen = WeakTensorKeyDictionary()
-        self.made = WeakTensorKeyDictionary()
+        self._selection_sizes = WeakTensorKeyDictionary()
+        self.line_by_tensor = WeakTensorKeyDictionary()
         """Values, with the line of the model's code that made each."""
         self._module = module
-        self._numbers = numbers
+        self._are_numbers = are_numbers
         # Only methods of a layer that runs as torch are recorded here, not its call.
         layers = [
             (path, layer)
             for path, layer in module.named_modules()
-            if not torch_modules.inside(path, whole)
+            if not torch_modules.is_inside_layers(path, torch_paths)
         ]
-        self._paths = {id(layer): path.partition(".")[2] for path, layer in layers}
+        self._path_by_layer_id = {id(layer): path.partition(".")[2] for path, layer in layers}
 
-    def __enter__(self) -> _Watch:
-        self._hook = self._module.register_forward_pre_hook(self._begin)
+    def __enter__(self) -> _ValueReadTracker:
+        self._hook = self._module.register_forward_pre_hook(self._classify_inputs)
         super().__enter__()
         return self
 
@@ -164,10 +192,10 @@ class _Watch(TorchFunctionMode):
         super().__exit__(*raised)
         self._hook.remove()
 
-    def _begin(self, module: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> None:
-        self._kinds.update(dict.fromkeys(module.buffers(), _BUFFER))
-        self._kinds.update(
-            {tensor: _CONSTANT for tensor, number in zip(inputs, self._numbers) if number}
+    def _classify_inputs(self, module: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> None:
+        self._kind_by_tensor.update(dict.fromkeys(module.buffers(), _BUFFER))
+        self._kind_by_tensor.update(
+            {tensor: _CONSTANT for tensor, is_number in zip(inputs, self._are_numbers) if is_number}
         )
 
     def __torch_function__(
@@ -177,137 +205,159 @@ class _Watch(TorchFunctionMode):
         # ORT also runs the model without tracing, to learn its outputs.
         if not torch.jit.is_tracing():
             return func(*args, **kwargs)
-        given = tensors((args, kwargs))
-        kind = max((self._kinds.get(tensor, _VALUE) for tensor in given), default=_CONSTANT)
-        versions = versions_of(given)
+        input_tensors = nested_tensors((args, kwargs))
+        tensor_kind = max(
+            (self._kind_by_tensor.get(tensor, _VALUE) for tensor in input_tensors),
+            default=_CONSTANT,
+        )
+        versions = tensor_versions(input_tensors)
         result = func(*args, **kwargs)
-        selected = self._selections.read(func, args, result) if func in _SIZES else []
+        selected_sizes = (
+            self._selections.value_dependent_sizes(func, args, result) if func in _SIZES else []
+        )
         if func in _SIZES:
-            kind = min(kind, _SELECTED if selected and func is _T.__len__ else _SIZE)
-        elif kind == _SIZE and func in _COMPARED and _zero_or_one(*args[1:]):
-            kind = _ONE
-        elif func in _COMPARED and args[0] in self._chosen and _zero_or_one(*args[1:]):
-            # The losses of some models ask for a batch of which every label is ignored.
-            with untraced():
-                kind = _SOME if args[1] == 0 and int(args[0]) > 0 else kind
-        elif func is torch.normal or getattr(func, "__name__", "").startswith(_DRAWN):
-            kind = _VALUE
-        if (func in _TAKEN or func is _T.__len__) and kind != _CONSTANT:
-            places = self.places
-            decided = places.decisions
-            self._note(
-                (places.buffers, places.ones, places.sizes, places.checks, decided, decided)[
-                    kind - 1
-                ],
-                of_size=_ONE <= kind <= _SELECTED,
+            tensor_kind = min(
+                tensor_kind, _SELECTED if selected_sizes and func is _T.__len__ else _SIZE
             )
-        changed = changed_since(given, versions)
+        elif tensor_kind == _SIZE and func in _COMPARED and _is_zero_or_one(*args[1:]):
+            tensor_kind = _ONE
+        elif func in _COMPARED and args[0] in self._selection_sizes and _is_zero_or_one(*args[1:]):
+            # The losses of some models ask for a batch of which every label is ignored.
+            with pause_tracing():
+                tensor_kind = _SOME if args[1] == 0 and int(args[0]) > 0 else tensor_kind
+        elif func is torch.normal or getattr(func, "__name__", "").startswith(_DRAWING_NAMES):
+            tensor_kind = _VALUE
+        if (func in _VALUE_READERS or func is _T.__len__) and tensor_kind != _CONSTANT:
+            locations = self.read_locations
+            decision_lines = locations.decisions
+            self._record_location(
+                (
+                    locations.buffers,
+                    locations.ones,
+                    locations.sizes,
+                    locations.checks,
+                    decision_lines,
+                    decision_lines,
+                )[tensor_kind - 1],
+                is_size=_ONE <= tensor_kind <= _SELECTED,
+            )
+        changed_tensors = tensors_changed_since(input_tensors, versions)
         for tensor in (
-            *changed,
-            *tensors(list(result) if isinstance(result, torch.Size) else result),
+            *changed_tensors,
+            *nested_tensors(list(result) if isinstance(result, torch.Size) else result),
         ):
-            self._kinds[tensor] = kind
-        self._kinds.update(dict.fromkeys(tensors(selected), _SELECTED))
-        self._chosen.update(dict.fromkeys(tensors(selected)))
-        self._selections.follow(func, args, given, result)
-        if kind == _VALUE:
-            frame = user_frame()
+            self._kind_by_tensor[tensor] = tensor_kind
+        self._kind_by_tensor.update(dict.fromkeys(nested_tensors(selected_sizes), _SELECTED))
+        self._selection_sizes.update(dict.fromkeys(nested_tensors(selected_sizes)))
+        self._selections.record_call(func, args, input_tensors, result)
+        if tensor_kind == _VALUE:
+            frame = innermost_user_frame()
             line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-            self.made.update(
+            self.line_by_tensor.update(
                 (tensor, line)
-                for tensor in tensors(result)
-                if not any(tensor is one for one in given)
+                for tensor in nested_tensors(result)
+                if not any(tensor is input_tensor for input_tensor in input_tensors)
             )
         return result
 
-    def _note(self, places: set[str], of_size: bool) -> None:
+    def _record_location(self, locations: set[str], is_size: bool) -> None:
         """Record the line of the model that reads a value, or a size."""
         frame = sys._getframe(2)
-        while frame.f_back and frame.f_code.co_filename in _BETWEEN:
+        while frame.f_back and frame.f_code.co_filename in _FILES_BETWEEN:
             frame = frame.f_back
-        if any(part in frame.f_code.co_filename for part in _QUIET):
+        if any(part in frame.f_code.co_filename for part in _UNREPORTED_FILES):
             return
-        asked = frame.f_code.co_filename
+        asking_file = frame.f_code.co_filename
         # torch checks the sizes of arguments, as nn.GRU does.
-        if of_size and asked.startswith(_TORCH) and _only_checks(asked, frame.f_lineno):
+        if (
+            is_size
+            and asking_file.startswith(_TORCH)
+            and _is_check_line(asking_file, frame.f_lineno)
+        ):
             return
-        masked = False
-        while frame.f_back and frame.f_code.co_filename.startswith((_TORCH, *_BETWEEN)):
-            masked = masked or frame.f_code.co_name == _MASK_CHECK
+        is_mask_check = False
+        while frame.f_back and frame.f_code.co_filename.startswith((_TORCH, *_FILES_BETWEEN)):
+            is_mask_check = is_mask_check or frame.f_code.co_name == _MASK_CHECK
             frame = frame.f_back
         file = frame.f_code.co_filename
         line = frame.f_lineno
-        if places is self.places.decisions and _only_checks(file, line):
-            places = self.places.checks
-        places.add(f"{file}:{line}")
-        if places is self.places.decisions:
-            self.places.layers.update(innermost(frame, self._paths))
-        if masked:
-            self.places.masks.add(f"{file}:{line}")
+        if locations is self.read_locations.decisions and _is_check_line(file, line):
+            locations = self.read_locations.checks
+        locations.add(f"{file}:{line}")
+        if locations is self.read_locations.decisions:
+            self.read_locations.layers.update(path_of_frame_layer(frame, self._path_by_layer_id))
+        if is_mask_check:
+            self.read_locations.masks.add(f"{file}:{line}")
 
 
-def user_frame() -> FrameType:
+def innermost_user_frame() -> FrameType:
     """Return the innermost running frame of code that is neither torch's nor ortlaunch's."""
     frame = sys._getframe(1)
-    while frame.f_back and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+    while frame.f_back and frame.f_code.co_filename.startswith(_LIBRARY_FOLDERS):
         frame = frame.f_back
     return frame
 
 
-def innermost(frame: FrameType | None, paths: dict[int, str]) -> list[str]:
+def path_of_frame_layer(frame: FrameType | None, path_by_layer_id: dict[int, str]) -> list[str]:
     """Return the path of the layer whose code a frame runs, as a list; empty for the model itself."""
     while frame:
-        path = paths.get(id(python_state.first_argument(frame)))
+        path = path_by_layer_id.get(id(python_state.first_argument_of_frame(frame)))
         if path is not None:
             return [path] if path else []
         frame = frame.f_back
     return []
 
 
-def _zero_or_one(*values: object) -> bool:
+def _is_zero_or_one(*values: object) -> bool:
     return len(values) == 1 and isinstance(values[0], int) and values[0] in (0, 1)
 
 
-def _shapes(values: object, facts: Facts) -> list[list[int]]:
+def _compared_sizes(values: object, facts: Facts) -> list[list[int]]:
     """Return the sizes of tensors that a trace with the facts `facts` depends on.
 
     Either the sizes themselves, or only 0, 1 and more (as 2).
     """
     # If the model only compares sizes with 0 and 1, all larger ones share a graph.
-    most = sys.maxsize if "sizes" in facts else 2
-    return [[min(size, most) for size in tensor.shape] for tensor in tensors(values)]
+    largest_size = sys.maxsize if "sizes" in facts else 2
+    return [[min(size, largest_size) for size in tensor.shape] for tensor in nested_tensors(values)]
 
 
-def _only_checks(file: str, line: int) -> bool:
+def _is_check_line(file: str, line: int) -> bool:
     """Return whether the line is an assertion, or a condition under which the model only raises."""
-    here, after = (linecache.getline(file, number).strip() for number in (line, line + 1))
-    return here.startswith("assert") or (here.startswith("if ") and after.startswith("raise "))
+    code_line, next_line = (
+        linecache.getline(file, line_number).strip() for line_number in (line, line + 1)
+    )
+    return code_line.startswith("assert") or (
+        code_line.startswith("if ") and next_line.startswith("raise ")
+    )
 
 
-def judge(export: Export) -> None:
+def refuse_or_note_values(export: Export) -> None:
     """Refuse values that would stay those of the first batch, or add a note where that is allowed."""
     facts = export.facts
     if "checks" in facts:
-        tally.note(
-            f"checked in the first batch only, because {_listed(facts['checks'])} takes values "
+        tally.add_note_once(
+            f"checked in the first batch only, because {_list_locations(facts['checks'])} takes values "
             "into Python"
         )
     if "decisions" in facts:
-        what = f"the model takes values of tensors into Python at {_listed(facts['decisions'])}"
-        if not settings_of(export.options).allow_traced_values:
-            mend = "Use torch.where or another function of torch's in their place"
+        description = f"the model takes values of tensors into Python at {_list_locations(facts['decisions'])}"
+        if not attached_settings(export.options).allow_traced_values:
+            remedy = "Use torch.where or another function of torch's in their place"
             if "masks" in facts:
-                where = _listed(facts["masks"])
-                mend = f"Give is_causal=True or False (a decoder: tgt_is_causal=) at {where}, "
-                mend += "or torch looks at the mask"
+                mask_locations = _list_locations(facts["masks"])
+                remedy = f"Give is_causal=True or False (a decoder: tgt_is_causal=) at {mask_locations}, "
+                remedy += "or torch looks at the mask"
             raise RuntimeError(
-                f"{what}: ONNX Runtime's graph would hold those of the first batch. {mend}, or "
-                f"Settings.allow_traced_values=True where they never change, or {_layer(facts)}"
+                f"{description}: ONNX Runtime's graph would hold those of the first batch. {remedy}, or "
+                f"Settings.allow_traced_values=True where they never change, or {_torch_modules_advice(facts)}"
             )
-        tally.note(f"{what}: they stay those of the first batch (Settings.allow_traced_values)")
+        tally.add_note_once(
+            f"{description}: they stay those of the first batch (Settings.allow_traced_values)"
+        )
 
 
-def _layer(facts: Facts) -> str:
+def _torch_modules_advice(facts: Facts) -> str:
     """Return the setting that would let the layers with such code run as torch."""
     layers = facts.get("layers", ["PATH OF THE LAYER"])
     # One pattern for the many equal layers of a model.
@@ -320,26 +370,28 @@ def _layer(facts: Facts) -> str:
     )
 
 
-def _listed(places: list[str]) -> str:
-    return ", ".join(places[:4]) + (f" and {len(places) - 4} more" if len(places) > 4 else "")
+def _list_locations(locations: list[str]) -> str:
+    return ", ".join(locations[:4]) + (
+        f" and {len(locations) - 4} more" if len(locations) > 4 else ""
+    )
 
 
 # ------------------------------------------------------------------------------------------- in later passes
 
 
-def fixed_sizes(manager: Manager, values: object) -> list[list[int]] | None:
+def sizes_graph_depends_on(manager: Manager, values: object) -> list[list[int]] | None:
     """Return the sizes of the tensors in `values` if the graph depends on them, else None."""
-    facts = traced_facts(manager._graph_transition_manager)
-    return _shapes(values, facts) if "of" in facts else None
+    facts = facts_of_last_trace(manager._graph_transition_manager)
+    return _compared_sizes(values, facts) if "of" in facts else None
 
 
-def fixed_buffers(manager: Manager) -> list[tuple[int, int]] | None:
+def buffer_versions_of_graph(manager: Manager) -> list[tuple[int, int]] | None:
     """Return values that change with a model's buffers, if its graph depends on them, else None.
 
     BatchNorm's buffers are left out: they change in every pass, and no Python code reads them
     except for a momentum of None.
     """
-    if "buffers" not in traced_facts(manager._graph_transition_manager):
+    if "buffers" not in facts_of_last_trace(manager._graph_transition_manager):
         return None
     layers = [
         layer for layer in manager._flattened_module.modules() if not isinstance(layer, _BatchNorm)
@@ -347,12 +399,16 @@ def fixed_buffers(manager: Manager) -> list[tuple[int, int]] | None:
     return [(id(b), b._version) for layer in layers for b in layer.buffers(recurse=False)]
 
 
-def report_again(transition: Transition) -> None:
+def note_repeated_export(graph_manager: GraphTransitionManager) -> None:
     """Add a note why a batch of other sizes, or a changed buffer, causes another export."""
-    facts = traced_facts(transition)
-    places = _listed(
-        [place for kind in ("sizes", "ones", "buffers") for place in facts.get(kind, [])]
+    facts = facts_of_last_trace(graph_manager)
+    locations = _list_locations(
+        [
+            location
+            for fact_name in ("sizes", "ones", "buffers")
+            for location in facts.get(fact_name, [])
+        ]
     )
-    tally.note(
-        f"exported again for other sizes or buffers, which the model takes into Python at {places}"
+    tally.add_note_once(
+        f"exported again for other sizes or buffers, which the model takes into Python at {locations}"
     )

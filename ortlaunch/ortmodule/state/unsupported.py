@@ -16,14 +16,14 @@ from torch import nn
 
 from ortlaunch.ortmodule.base.counters import tally
 from ortlaunch.ortmodule.base.patching import wrap_method
-from ortlaunch.ortmodule.base.source_guard import EVALUATION, TRAINING, owner
+from ortlaunch.ortmodule.base.source_guard import EVALUATION, TRAINING, function_owner
 from ortlaunch.ortmodule.build import extensions
-from ortlaunch.ortmodule.torch_in_graph.pass_errors import TEXT
+from ortlaunch.ortmodule.torch_in_graph.pass_errors import ORT_TEXT_ATTRIBUTE
 
 if TYPE_CHECKING:
     from ortlaunch.ortmodule.base.ort_types import AnyFunction, Manager
 
-_OURS = str(Path(__file__).parents[2])
+_PACKAGE_FOLDER = str(Path(__file__).parents[2])
 _HALF = "ONNX Runtime computes float32 on a CPU (and float16 and bfloat16 on CUDA)"
 _EAGER = "use the model without ORTModule"
 _TORCH = f"let the layer run as torch (Settings.torch_modules=['PATH OF THE LAYER']), or {_EAGER}"
@@ -83,20 +83,20 @@ _SENTENCES = (
         f"tensor, or {_TORCH}",
     ),
 )
-_TYPES = {
+_UNSUPPORTED_DTYPES = {
     torch.bfloat16: f"{_HALF}, not bfloat16",
     torch.float64: f"{_HALF}, not float64",
     torch.float16: f"{_HALF}, not float16 there",
 }
 
 
-def install() -> None:
+def install_cause_messages() -> None:
     """Let errors of ONNX Runtime's passes name their cause."""
     for manager in (TRAINING, EVALUATION):
-        wrap_method(owner(manager), "forward", _naming_causes)
+        wrap_method(function_owner(manager), "forward", _run_naming_causes)
 
 
-def without_compile(model: nn.Module) -> nn.Module:
+def uncompiled_model(model: nn.Module) -> nn.Module:
     """Return the model inside the result of `torch.compile(model)`, or the model itself."""
     inner: nn.Module = (
         vars(model)["_modules"]["_orig_mod"] if type(model).__name__ == "OptimizedModule" else model
@@ -105,26 +105,30 @@ def without_compile(model: nn.Module) -> nn.Module:
 
 
 @contextlib.contextmanager
-def uncompiled(module: nn.Module) -> Iterator[None]:
+def run_uncompiled(module: nn.Module) -> Iterator[None]:
     """Run layers that torch.compile has compiled as they are written, while open."""
-    compiled = [
+    compiled_layers = [
         layer for layer in module.modules() if vars(layer).get("_compiled_call_impl") is not None
     ]
-    wrapped = [layer for layer in module.modules() if type(layer).__name__ == "OptimizedModule"]
-    if compiled or wrapped:
-        tally.note("layers compiled by torch.compile run in ONNX Runtime's graph, uncompiled")
-    with contextlib.ExitStack() as kept:
-        for layer, name, new in (
+    wrapped_layers = [
+        layer for layer in module.modules() if type(layer).__name__ == "OptimizedModule"
+    ]
+    if compiled_layers or wrapped_layers:
+        tally.add_note_once(
+            "layers compiled by torch.compile run in ONNX Runtime's graph, uncompiled"
+        )
+    with contextlib.ExitStack() as restorations:
+        for layer, name, replacement in (
             # `layer.compile()` sets this attribute; `torch.compile(layer)` wraps the layer instead.
-            *((layer, "_compiled_call_impl", None) for layer in compiled),
-            *((layer, "forward", layer._orig_mod) for layer in wrapped),
+            *((layer, "_compiled_call_impl", None) for layer in compiled_layers),
+            *((layer, "forward", layer._orig_mod) for layer in wrapped_layers),
         ):
-            kept.callback(vars(layer).__setitem__, name, vars(layer)[name])
-            vars(layer)[name] = new
+            restorations.callback(vars(layer).__setitem__, name, vars(layer)[name])
+            vars(layer)[name] = replacement
         yield
 
 
-def refuse_weights(module: nn.Module) -> None:
+def refuse_sparse_or_complex(module: nn.Module) -> None:
     """Raise RuntimeError where a weight is complex or its gradient sparse; ORT has neither."""
     for path, layer in module.named_modules():
         if getattr(layer, "sparse", False) is True and isinstance(
@@ -143,40 +147,51 @@ def refuse_weights(module: nn.Module) -> None:
             )
 
 
-def _naming_causes(
+def _run_naming_causes(
     original: AnyFunction, manager: Manager, *args: object, **kwargs: object
 ) -> object:
     try:
         return original(manager, *args, **kwargs)
     except Exception as error:
-        text = vars(error).get(TEXT, str(error))
-        sentence = _sentence(manager, text)
+        error_text = vars(error).get(ORT_TEXT_ATTRIBUTE, str(error))
+        sentence = _cause_sentence(manager, error_text)
         if not sentence:
             raise
-        raise RuntimeError(sentence + _line(text)) from error
+        raise RuntimeError(sentence + _user_source_location(error_text)) from error
 
 
-def _sentence(manager: Manager, text: str) -> str:
+def _cause_sentence(manager: Manager, error_text: str) -> str:
     """Return the text that names the cause of an error, or an empty string."""
     for pattern, sentence in _SENTENCES:
-        if found := re.search(pattern, text):
-            return sentence.format(*found.groups())
-    if re.search(r"NOT_IMPLEMENTED|Type Error|Could not find an implementation", text):
-        device = manager._device.type if manager._device else "cpu"
-        kinds = {tensor.dtype for tensor in manager._flattened_module.parameters()}
-        if torch.is_autocast_enabled(device):
-            kinds.add(torch.get_autocast_dtype(device))
-        why = next((_TYPES[kind] for kind in kinds if kind in _TYPES and device == "cpu"), None)
-        return f"{why}: train in float32 without autocast (bf16=False), or {_EAGER}" if why else ""
+        if match := re.search(pattern, error_text):
+            return sentence.format(*match.groups())
+    if re.search(r"NOT_IMPLEMENTED|Type Error|Could not find an implementation", error_text):
+        device_type = manager._device.type if manager._device else "cpu"
+        dtypes = {tensor.dtype for tensor in manager._flattened_module.parameters()}
+        if torch.is_autocast_enabled(device_type):
+            dtypes.add(torch.get_autocast_dtype(device_type))
+        reason = next(
+            (
+                _UNSUPPORTED_DTYPES[dtype]
+                for dtype in dtypes
+                if dtype in _UNSUPPORTED_DTYPES and device_type == "cpu"
+            ),
+            None,
+        )
+        return (
+            f"{reason}: train in float32 without autocast (bf16=False), or {_EAGER}"
+            if reason
+            else ""
+        )
     return ""
 
 
-def _line(text: str) -> str:
+def _user_source_location(error_text: str) -> str:
     """Return the innermost line of the user's code in a traceback."""
-    found = re.findall(r'File "(.+?)", line (\d+)', text)
-    places = [
+    frame_locations = re.findall(r'File "(.+?)", line (\d+)', error_text)
+    user_locations = [
         (file, line)
-        for file, line in found
-        if not file.startswith(_OURS) and "site-packages" not in file
+        for file, line in frame_locations
+        if not file.startswith(_PACKAGE_FOLDER) and "site-packages" not in file
     ]
-    return f" (at {places[-1][0]}:{places[-1][1]})" if places else ""
+    return f" (at {user_locations[-1][0]}:{user_locations[-1][1]})" if user_locations else ""

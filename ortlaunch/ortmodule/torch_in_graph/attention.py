@@ -22,80 +22,96 @@ from torch import nn
 from ortlaunch.ortmodule.base.export import Export
 from ortlaunch.ortmodule.torch_in_graph import attention_operator
 from ortlaunch.ortmodule.tracing import grad_mode
-from ortlaunch.ortmodule.tracing.symbolics import constants, integers, is_bool, type_of
+from ortlaunch.ortmodule.tracing.symbolics import (
+    constant_numbers,
+    is_boolean_tensor,
+    tensor_dtype,
+    write_integers,
+)
 
 if TYPE_CHECKING:
     import onnx
     from torch.onnx._internal.torchscript_exporter.jit_utils import GraphContext
 
-NAME = "aten::scaled_dot_product_attention"
+OPERATOR_NAME = "aten::scaled_dot_product_attention"
 # Any: the functions that read and pause a trace have no stubs.
 _TRACER: Any = torch._C
-_MASKS = "transformers.masking_utils"
+_MASKS_MODULE = "transformers.masking_utils"
 # From (batch, heads, length, size) to (batch, length, heads, size), and back.
-_SWAPPED = [0, 2, 1, 3]
-_PACKED = "find_packed_sequence_indices"
+_SWAPPED_DIMS = [0, 2, 1, 3]
+_PACKED_FUNCTION = "find_packed_sequence_indices"
 # Operators that keep positions 0, 1, 2, ... consecutive.
-_COUNTING = {
+_COUNTING_OPERATORS = {
     "aten::arange", "aten::add", "aten::unsqueeze", "aten::expand", "aten::to", "aten::view", "aten::reshape",
     "prim::NumToTensor", "aten::Int", "aten::ScalarImplicit", "prim::ListConstruct", "prim::Constant", "aten::size",
 }  # fmt: skip
 
 
-def written(g: GraphContext, given: Sequence[Any], inputs: Sequence[Any]) -> Any:
+def write_fused_attention(
+    g: GraphContext, traced_inputs: Sequence[Any], graph_inputs: Sequence[Any]
+) -> Any:
     """Write an attention as a call of torch's kernel for CPUs, with the kernel's own gradient.
 
     Args:
         g: the graph.
-        given: the inputs of the traced call, for which `attention_choice.is_fused` is true.
-        inputs: their values in the graph.
+        traced_inputs: the inputs of the traced call, for which `attention_choice.should_stay_fused` is true.
+        graph_inputs: their values in the graph.
     """
     attention_operator.define_operators()
     _register_gradient()
-    causal, scale = (setting.toIValue() for setting in given[5:7])
-    if given[3].node().mustBeNone():
-        mask = _none(g)
-        masked = integers(
-            g, attention_operator.LATER_KEYS if causal else attention_operator.NOTHING
+    is_causal, scale = (traced_value.toIValue() for traced_value in traced_inputs[5:7])
+    if traced_inputs[3].node().mustBeNone():
+        mask = _write_none(g)
+        excluded_keys = write_integers(
+            g, attention_operator.LATER_KEYS if is_causal else attention_operator.NOTHING
         )
     else:
-        mask = _additive(g, inputs[3], inputs[0])
-        masked = _call(g, attention_operator.MASKED, [mask])
+        mask = _additive_mask(g, graph_inputs[3], graph_inputs[0])
+        excluded_keys = _write_call(g, attention_operator.MASKED, [mask])
     # Where the model swapped the dimensions only for attention, the kernel swaps strides instead.
-    swapped = [_before_swap(one) for one in inputs[:3]]
+    swapped_inputs = [_input_of_swap(value) for value in graph_inputs[:3]]
     arguments = (
-        *(before or one for before, one in zip(swapped, inputs)),
+        *(swapped_input or value for swapped_input, value in zip(swapped_inputs, graph_inputs)),
         mask,
-        masked,
-        _none(g) if scale is None else g.op("Constant", value_t=torch.tensor(float(scale))),
-        integers(g, sum(1 << place for place, before in enumerate(swapped) if before)),
+        excluded_keys,
+        _write_none(g) if scale is None else g.op("Constant", value_t=torch.tensor(float(scale))),
+        write_integers(
+            g,
+            sum(
+                1 << position
+                for position, swapped_input in enumerate(swapped_inputs)
+                if swapped_input
+            ),
+        ),
     )
-    attended, _ = _call(g, attention_operator.FORWARD, arguments, 2)
-    attended.setType(inputs[0].type().with_sizes([None] * 4))
-    return g.op("Transpose", attended, perm_i=_SWAPPED)
+    attended, _ = _write_call(g, attention_operator.FORWARD, arguments, 2)
+    attended.setType(graph_inputs[0].type().with_sizes([None] * 4))
+    return g.op("Transpose", attended, perm_i=_SWAPPED_DIMS)
 
 
-def _call(g: GraphContext, operator: str, inputs: Sequence[Any], outputs: int = 1) -> Any:
+def _write_call(
+    g: GraphContext, operator: str, inputs: Sequence[Any], output_count: int = 1
+) -> Any:
     return g.op(
         "org.pytorch.aten::ATen",
         *inputs,
         operator_s=operator,
         overload_name_s="",
-        outputs=outputs,
+        outputs=output_count,
     )
 
 
-def _before_swap(value: torch.Value) -> torch.Value | None:
+def _input_of_swap(value: torch.Value) -> torch.Value | None:
     """Return the input of the Transpose node that swaps dimensions 1 and 2 into a value."""
     from torch.onnx import symbolic_helper
 
     node = value.node()
-    if node.kind() != "onnx::Transpose" or symbolic_helper._node_get(node, "perm") != _SWAPPED:
+    if node.kind() != "onnx::Transpose" or symbolic_helper._node_get(node, "perm") != _SWAPPED_DIMS:
         return None
     return node.inputsAt(0)
 
 
-def keeps_shape(node: torch.Node) -> bool:
+def is_shape_keeping_reshape(node: torch.Node) -> bool:
     """Return whether a traced reshape gives the result of attention the sizes that it has.
 
     transformers writes one after each attention, for a case of generation. Its sizes are those of
@@ -104,44 +120,48 @@ def keeps_shape(node: torch.Node) -> bool:
     if node.kind() != "aten::reshape":
         return False
     attended, shape = node.inputs()
-    if attended.node().kind() != NAME or shape.node().kind() != "prim::ListConstruct":
+    if attended.node().kind() != OPERATOR_NAME or shape.node().kind() != "prim::ListConstruct":
         return False
     query, _, value = list(attended.node().inputs())[:3]
     sizes = list(shape.node().inputs())
     return (
         len(sizes) == 4
-        and _is_size(sizes[0], attended, 0)
-        and constants(sizes[1]) == [-1]
-        and _is_size(sizes[2], query, 2)
-        and _is_size(sizes[3], value, 3)
+        and _is_size_of(sizes[0], attended, 0)
+        and constant_numbers(sizes[1]) == [-1]
+        and _is_size_of(sizes[2], query, 2)
+        and _is_size_of(sizes[3], value, 3)
     )
 
 
-def _is_size(value: torch.Value, of: torch.Value, dimension: int) -> bool:
+def _is_size_of(value: torch.Value, tensor_value: torch.Value, dimension: int) -> bool:
     """Return whether a number in the trace is the size of a tensor of four dimensions."""
     while value.node().kind() in ("prim::NumToTensor", "aten::Int"):
         value = value.node().inputsAt(0)
     node = value.node()
-    if node.kind() != "aten::size" or node.inputsAt(0).debugName() != of.debugName():
+    if node.kind() != "aten::size" or node.inputsAt(0).debugName() != tensor_value.debugName():
         return False
-    return constants(node.inputsAt(1)) in ([dimension], [dimension - 4])
+    return constant_numbers(node.inputsAt(1)) in ([dimension], [dimension - 4])
 
 
-def _additive(g: GraphContext, mask: torch.Value, query: torch.Value) -> torch.Value:
+def _additive_mask(g: GraphContext, mask: torch.Value, query: torch.Value) -> torch.Value:
     """Write a boolean mask as numbers to add to the scores; return any other mask as it is.
 
     Layers with the same mask write equal nodes, of which ORT keeps one.
     """
-    if not is_bool(mask):
+    if not is_boolean_tensor(mask):
         return mask
-    numbers = (torch.tensor(number, dtype=type_of(query)) for number in (0.0, -math.inf))
-    return g.op("Where", mask, *(g.op("Constant", value_t=number) for number in numbers))
+    mask_numbers = (
+        torch.tensor(mask_number, dtype=tensor_dtype(query)) for mask_number in (0.0, -math.inf)
+    )
+    return g.op(
+        "Where", mask, *(g.op("Constant", value_t=mask_number) for mask_number in mask_numbers)
+    )
 
 
-def _none(g: GraphContext) -> torch.Value:
-    none = g.op("prim::Constant")
-    none.setType(torch._C.OptionalType.ofTensor())
-    return none
+def _write_none(g: GraphContext) -> torch.Value:
+    none_value = g.op("prim::Constant")
+    none_value.setType(torch._C.OptionalType.ofTensor())
+    return none_value
 
 
 @functools.cache
@@ -152,7 +172,7 @@ def _register_gradient() -> None:
     # GO is the gradient of an output, GI that of an input, I an input, O an output.
     node = (
         ("ATen", "org.pytorch.aten"),
-        ["GO(0)", *(f"I({place})" for place in range(7)), "O(0)", "O(1)"],
+        ["GO(0)", *(f"I({input_index})" for input_index in range(7)), "O(0)", "O(1)"],
         ["GI(0)", "GI(1)", "GI(2)"],
         {"operator": {"value": attention_operator.BACKWARD, "dtype": "string"}},
     )
@@ -162,36 +182,38 @@ def _register_gradient() -> None:
 
 
 # Any: a Rewriting of torch_kernels.py, which imports this module.
-def share_masks(rewriting: Any, node: onnx.NodeProto) -> bool:
+def merge_equal_mask_nodes(rewriting: Any, node: onnx.NodeProto) -> bool:
     """Let layers with one mask examine it once; return whether the node is left out."""
-    if not _calls(node, attention_operator.MASKED):
+    if not _is_call_of(node, attention_operator.MASKED):
         return False
-    users = rewriting.users[node.input[0]]
-    first = next(user for user in users if _calls(user, attention_operator.MASKED))
-    for user in rewriting.users[node.output[0]] if first is not node else ():
-        user.input[list(user.input).index(node.output[0])] = first.output[0]
-    return first is not node
+    users = rewriting.users_by_name[node.input[0]]
+    first_call = next(user for user in users if _is_call_of(user, attention_operator.MASKED))
+    for user in rewriting.users_by_name[node.output[0]] if first_call is not node else ():
+        user.input[list(user.input).index(node.output[0])] = first_call.output[0]
+    return first_call is not node
 
 
-def _calls(node: onnx.NodeProto, operator: str) -> bool:
-    return any(one.s == operator.encode() for one in node.attribute)
+def _is_call_of(node: onnx.NodeProto, operator: str) -> bool:
+    return any(attribute.s == operator.encode() for attribute in node.attribute)
 
 
 @contextlib.contextmanager
-def without_causal_masks(export: Export) -> Iterator[None]:
+def leave_out_causal_masks(export: Export) -> Iterator[None]:
     """Let transformers leave out causal masks in an export, as it does in eager mode.
 
     Under a trace transformers always searches the position ids for packed documents, so it
     materializes the mask. The fused kernel then computes both halves of the scores instead of one.
     """
-    masks = sys.modules.get(_MASKS)
-    original: Callable[[torch.Tensor], torch.Tensor | None] | None = getattr(masks, _PACKED, None)
+    masks = sys.modules.get(_MASKS_MODULE)
+    original: Callable[[torch.Tensor], torch.Tensor | None] | None = getattr(
+        masks, _PACKED_FUNCTION, None
+    )
     if original is None:
         yield
         return
 
-    def find(positions: torch.Tensor) -> torch.Tensor | None:
-        if torch.jit.is_tracing() and _count_on(positions):
+    def find_unless_counted(positions: torch.Tensor) -> torch.Tensor | None:
+        if torch.jit.is_tracing() and _are_consecutive_positions(positions):
             # Pause the trace: only outside a trace does transformers compare the values of the
             # position ids, and return None if there is one document.
             state = _TRACER._get_tracing_state()
@@ -203,20 +225,20 @@ def without_causal_masks(export: Export) -> Iterator[None]:
                 _TRACER._set_tracing_state(state)
         return original(positions)
 
-    with mock.patch.object(masks, _PACKED, find):
+    with mock.patch.object(masks, _PACKED_FUNCTION, find_unless_counted):
         yield
 
 
 @contextlib.contextmanager
-def padded_with_zeros() -> Iterator[None]:
+def zero_padding_outputs() -> Iterator[None]:
     """Let a TransformerEncoder in evaluation put zeros in place of padding, as in eager mode.
 
     There torch computes without padding, in nested tensors, which an export cannot hold.
     """
-    plain = nn.TransformerEncoder.forward
-    fast = torch.backends.mha.get_fastpath_enabled()
+    original_forward = nn.TransformerEncoder.forward
+    is_fast_path_enabled = torch.backends.mha.get_fastpath_enabled()
 
-    @functools.wraps(plain)
+    @functools.wraps(original_forward)
     def forward(
         encoder: Any,
         src: torch.Tensor,
@@ -224,20 +246,20 @@ def padded_with_zeros() -> Iterator[None]:
         src_key_padding_mask: torch.Tensor | None = None,
         is_causal: bool | None = None,
     ) -> torch.Tensor:
-        output = plain(encoder, src, mask, src_key_padding_mask, is_causal)
+        output = original_forward(encoder, src, mask, src_key_padding_mask, is_causal)
         # torch's own conditions; under a trace it sees that its fast path is off.
-        nested = (
-            fast
+        would_be_nested = (
+            is_fast_path_enabled
             and getattr(encoder, "use_nested_tensor", False)
             and not encoder.layers[0].training
             and not torch.is_autocast_enabled(src.device.type)
             and not (
-                grad_mode.at_start(True)
+                grad_mode.starting_grad_mode(True)
                 and any(weight.requires_grad for weight in encoder.layers[0].parameters())
             )
         )
         if (
-            not (nested and torch.jit.is_tracing())
+            not (would_be_nested and torch.jit.is_tracing())
             or src_key_padding_mask is None
             or mask is not None
             or src.dim() != 3
@@ -255,7 +277,7 @@ def padded_with_zeros() -> Iterator[None]:
         yield
 
 
-def _count_on(positions: torch.Tensor) -> bool:
+def _are_consecutive_positions(positions: torch.Tensor) -> bool:
     """Return whether the model itself counted the positions, from sizes and constants alone.
 
     Such positions are consecutive for every batch.
@@ -263,7 +285,7 @@ def _count_on(positions: torch.Tensor) -> bool:
     remaining = [_TRACER._get_value_trace(positions)]
     while remaining:
         node = remaining.pop().node()
-        if node.kind() not in _COUNTING:
+        if node.kind() not in _COUNTING_OPERATORS:
             return False
         if node.kind() != "aten::size":
             remaining += node.inputs()

@@ -22,14 +22,14 @@ BACKWARD = "ortlaunch::attention_backward"
 MASKED = "ortlaunch::masked"
 NOTHING, LATER_KEYS, SOME = range(3)
 # Rows of a mask that are compared at a time.
-_BLOCK = 128
+_BLOCK_ROWS = 128
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? mask, int masked, float? scale, int swapped"
 )
 _RESULTS = "Tensor attended, Tensor sums"
 # The name of the calls in torch_calls.
-_COUNTED = "aten.scaled_dot_product_attention"
+_COUNTED_NAME = "aten.scaled_dot_product_attention"
 _KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
 
 
@@ -45,13 +45,13 @@ def define_operators() -> torch.library.Library:
         f"attention_backward(Tensor gradient, {_ARGUMENTS}, {_RESULTS}) -> (Tensor, Tensor, Tensor)"
     )
     library.define("masked(Tensor mask) -> Tensor")
-    library.impl("masked", lambda mask: torch.tensor(_masked(mask)), "CPU")
-    library.impl("attention", _attention, "CPU")
-    library.impl("attention_backward", _attention_backward, "CPU")
+    library.impl("masked", lambda mask: torch.tensor(_excluded_keys(mask)), "CPU")
+    library.impl("attention", _compute_attention, "CPU")
+    library.impl("attention_backward", _compute_gradients, "CPU")
     return library
 
 
-def _masked(mask: Tensor) -> int:
+def _excluded_keys(mask: Tensor) -> int:
     """Return which keys a mask excludes: NOTHING, LATER_KEYS (all after the query) or SOME (others).
 
     Without a mask the kernel computes faster, and only half of the scores if later keys are
@@ -68,105 +68,136 @@ def _masked(mask: Tensor) -> int:
     bits = mask.view(_INTEGERS[mask.itemsize]).numpy().reshape(-1, queries, keys)
     if _all_are(bits, 0):
         return NOTHING
-    excluded = bits[0, 0, -1]
+    excluded_bits = bits[0, 0, -1]
     # A number as low as the limit leaves nothing of a score's exponential.
-    low = mask[..., 0, -1].flatten()[0] <= torch.finfo(mask.dtype).min / 2
-    if queries != keys or not low or not _all_are(bits[:, -1], 0):
+    is_excluding = mask[..., 0, -1].flatten()[0] <= torch.finfo(mask.dtype).min / 2
+    if queries != keys or not is_excluding or not _all_are(bits[:, -1], 0):
         return SOME
-    for start in range(0, queries, _BLOCK):
-        end = min(start + _BLOCK, queries)
-        block = np.where(np.tri(end - start, dtype=bool), 0, excluded)
+    for start in range(0, queries, _BLOCK_ROWS):
+        end = min(start + _BLOCK_ROWS, queries)
+        block = np.where(np.tri(end - start, dtype=bool), 0, excluded_bits)
         if not (
             _all_are(bits[:, start:end, :start], 0)
             and (bits[:, start:end, start:end] == block).all()
-            and _all_are(bits[:, start:end, end:], excluded)
+            and _all_are(bits[:, start:end, end:], excluded_bits)
         ):
             return SOME
     return LATER_KEYS
 
 
-def _all_are(numbers: Any, number: int) -> bool:
-    return bool(numbers.min(initial=number) == number == numbers.max(initial=number))
+def _all_are(values: Any, value: int) -> bool:
+    return bool(values.min(initial=value) == value == values.max(initial=value))
 
 
-def _attention(*given: Any) -> tuple[Tensor, Tensor]:
+def _compute_attention(*call_arguments: Any) -> tuple[Tensor, Tensor]:
     """Return attention, of shape (batch, length, heads, size), and the log-sum-exp of the scores.
 
-    The arguments are those of `_for_kernel`.
+    The arguments are those of `_kernel_inputs_and_settings`.
     """
-    with torch_calls.one_call(_COUNTED):
-        inputs, settings = _for_kernel(given[:3], *given[3:])
-        if not all(one.numel() for one in inputs):
+    with torch_calls.count_call(_COUNTED_NAME):
+        inputs, kernel_settings = _kernel_inputs_and_settings(
+            call_arguments[:3], *call_arguments[3:]
+        )
+        if not all(tensor.numel() for tensor in inputs):
             # The kernel divides by the lengths.
-            exact = torch.promote_types(inputs[0].dtype, torch.float32)
-            return torch.zeros_like(_swapped(inputs[0])), inputs[0].new_zeros(0, 0, 0, dtype=exact)
-        attended, sums = getattr(torch.ops.aten, _KERNEL)(*inputs, **settings)
-        return _swapped(attended), sums
+            exact_dtype = torch.promote_types(inputs[0].dtype, torch.float32)
+            return torch.zeros_like(_swap_heads_and_length(inputs[0])), inputs[0].new_zeros(
+                0, 0, 0, dtype=exact_dtype
+            )
+        attended, sums = getattr(torch.ops.aten, _KERNEL)(*inputs, **kernel_settings)
+        return _swap_heads_and_length(attended), sums
 
 
-def _attention_backward(gradient: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+def _compute_gradients(gradient: Tensor, *forward_arguments: Any) -> tuple[Tensor, ...]:
     """Return the gradients of query, key and value, each in the order of dimensions of its input."""
-    *given, attended, sums = rest
-    with torch_calls.one_call(_COUNTED, backward=True):
+    *call_arguments, attended, sums = forward_arguments
+    with torch_calls.count_call(_COUNTED_NAME, is_backward=True):
         if not sums.numel():
-            return tuple(map(torch.zeros_like, given[:3]))
-        inputs, settings = _for_kernel(given[:3], *given[3:])
+            return tuple(map(torch.zeros_like, call_arguments[:3]))
+        inputs, kernel_settings = _kernel_inputs_and_settings(
+            call_arguments[:3], *call_arguments[3:]
+        )
         kernel = getattr(torch.ops.aten, f"{_KERNEL}_backward")
-        found = kernel(_swapped(gradient), *inputs, _swapped(attended), sums, **settings)
-        originals = _heads_first(given[:3], given[-1])
-        gradients = [_like(one, original) for one, original in zip(found, originals)]
-        return tuple(_heads_first(gradients, given[-1]))
+        kernel_gradients = kernel(
+            _swap_heads_and_length(gradient),
+            *inputs,
+            _swap_heads_and_length(attended),
+            sums,
+            **kernel_settings,
+        )
+        originals = _transpose_to_heads_first(call_arguments[:3], call_arguments[-1])
+        gradients = [
+            _sum_shared_gradient(kernel_gradient, original)
+            for kernel_gradient, original in zip(kernel_gradients, originals)
+        ]
+        return tuple(_transpose_to_heads_first(gradients, call_arguments[-1]))
 
 
-def _for_kernel(
-    tensors: Sequence[Tensor], mask: Tensor | None, masked: int, scale: float | None, swapped: int
+def _kernel_inputs_and_settings(
+    tensors: Sequence[Tensor],
+    mask: Tensor | None,
+    excluded_keys: int,
+    scale: float | None,
+    swapped_bits: int,
 ) -> tuple[list[Tensor], dict[str, Any]]:
     """Return the inputs of shape (batch, heads, length, size), and the settings with the mask.
 
     The kernel requires as many keys as queries in batch and heads, and a mask of the whole shape.
 
     Args:
-        tensors: query, key and value, of shape (batch, heads, length, size), or as `swapped` states.
+        tensors: query, key and value, of shape (batch, heads, length, size), or as `swapped_bits` states.
         mask: numbers to add to the scores.
-        masked: which keys are excluded; without a mask NOTHING or LATER_KEYS.
+        excluded_keys: which keys are excluded; without a mask NOTHING or LATER_KEYS.
         scale: the factor of the scores; None: 1 / sqrt(size).
-        swapped: bits 0, 1 and 2: whether query, key and value have shape (batch, length, heads,
+        swapped_bits: bits 0, 1 and 2: whether query, key and value have shape (batch, length, heads,
             size). Models make them in this order, and change it only where they need the other.
     """
     # Where the elements of one head are no neighbours, the kernel returns wrong values. ORT's tensors
     # are contiguous, and are not copied.
-    given = _heads_first([one.contiguous() for one in tensors], swapped)
+    heads_first_tensors = _transpose_to_heads_first(
+        [tensor.contiguous() for tensor in tensors], swapped_bits
+    )
     # The batch size of the tensors that are not shared by all samples.
-    batch = next((one.shape[0] for one in given if one.shape[0] != 1), 1)
-    inputs = [_shared(one, batch, given[0].shape[1]) for one in given]
-    if masked != SOME:
+    batch_size = next(
+        (tensor.shape[0] for tensor in heads_first_tensors if tensor.shape[0] != 1), 1
+    )
+    inputs = [
+        _repeat_shared_parts(tensor, batch_size, heads_first_tensors[0].shape[1])
+        for tensor in heads_first_tensors
+    ]
+    if excluded_keys != SOME:
         mask = None
     if mask is not None:
         # A boolean mask whose type the export did not know: ORT passes bool as uint8.
         if not mask.is_floating_point():
-            mask = given[0].new_zeros(mask.shape).masked_fill_(mask == 0, -torch.inf)
-        mask = mask.to(given[0].dtype).expand(*inputs[0].shape[:3], inputs[1].shape[2])
-    causal = masked == LATER_KEYS
-    return inputs, {"dropout_p": 0.0, "is_causal": causal, "attn_mask": mask, "scale": scale}
+            mask = heads_first_tensors[0].new_zeros(mask.shape).masked_fill_(mask == 0, -torch.inf)
+        mask = mask.to(heads_first_tensors[0].dtype).expand(
+            *inputs[0].shape[:3], inputs[1].shape[2]
+        )
+    is_causal = excluded_keys == LATER_KEYS
+    return inputs, {"dropout_p": 0.0, "is_causal": is_causal, "attn_mask": mask, "scale": scale}
 
 
-def _shared(tensor: Tensor, batch: int, heads: int) -> Tensor:
+def _repeat_shared_parts(tensor: Tensor, batch_size: int, head_count: int) -> Tensor:
     """Return a tensor with a copy for each sample and head that share a part of it."""
-    if tensor.shape[:2] == (batch, heads):
+    if tensor.shape[:2] == (batch_size, head_count):
         return tensor
-    return tensor.expand(batch, -1, -1, -1).repeat_interleave(heads // tensor.shape[1], 1)
+    return tensor.expand(batch_size, -1, -1, -1).repeat_interleave(head_count // tensor.shape[1], 1)
 
 
-def _heads_first(tensors: Sequence[Tensor], swapped: int) -> list[Tensor]:
+def _transpose_to_heads_first(tensors: Sequence[Tensor], swapped_bits: int) -> list[Tensor]:
     """Return the tensors with dimensions 1 and 2 swapped where the bit of its place is set."""
-    return [_swapped(one) if swapped >> place & 1 else one for place, one in enumerate(tensors)]
+    return [
+        _swap_heads_and_length(tensor) if swapped_bits >> position & 1 else tensor
+        for position, tensor in enumerate(tensors)
+    ]
 
 
-def _swapped(tensor: Tensor) -> Tensor:
+def _swap_heads_and_length(tensor: Tensor) -> Tensor:
     return tensor.transpose(1, 2)
 
 
-def _like(gradient: Tensor, original: Tensor) -> Tensor:
+def _sum_shared_gradient(gradient: Tensor, original: Tensor) -> Tensor:
     """Return a gradient summed over the heads and the samples that share a part of a tensor."""
     if gradient.shape == original.shape:
         return gradient

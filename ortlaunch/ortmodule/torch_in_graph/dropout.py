@@ -15,7 +15,7 @@ FORWARD = "ortlaunch::dropout"
 BACKWARD = "ortlaunch::dropout_backward"
 # The drop probability is rounded to a multiple of 1 / 65,536, because an element has 16 random
 # bits.
-_STEPS = 1 << 16
+_PROBABILITY_STEPS = 1 << 16
 
 
 @functools.cache
@@ -41,29 +41,33 @@ def dropout(x: torch.Tensor, p: float, train: bool) -> tuple[torch.Tensor, torch
     numbers = (
         torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
     )
-    kept = (numbers[: x.numel()] >= _dropped(p) - _STEPS // 2).view(torch.uint8).view(x.shape)
-    return (x * kept).mul_(_scale(p)), kept
+    kept = (
+        (numbers[: x.numel()] >= _dropping_value_count(p) - _PROBABILITY_STEPS // 2)
+        .view(torch.uint8)
+        .view(x.shape)
+    )
+    return (x * kept).mul_(_kept_scale(p)), kept
 
 
 def dropout_backward(
     gradient: torch.Tensor, kept: torch.Tensor, p: float, train: bool
 ) -> torch.Tensor:
     """Return the gradient of dropout's input, from the gradient of its output."""
-    return (gradient * kept).mul_(_scale(p)) if train else gradient.clone()
+    return (gradient * kept).mul_(_kept_scale(p)) if train else gradient.clone()
 
 
-def _dropped(p: float) -> int:
+def _dropping_value_count(p: float) -> int:
     """Return how many of the 65,536 values of 16 bits drop an element.
 
-    The result is at most 65,535, so that `_scale` does not divide by zero. For p = 1 the scale is
+    The result is at most 65,535, so that `_kept_scale` does not divide by zero. For p = 1 the scale is
     0, so the output is all zeros, as in torch.
     """
-    return min(round(p * _STEPS), _STEPS - 1)
+    return min(round(p * _PROBABILITY_STEPS), _PROBABILITY_STEPS - 1)
 
 
-def _scale(p: float) -> float:
+def _kept_scale(p: float) -> float:
     """Return the factor for the kept elements.
 
     The factor uses the probability after rounding, so the expected value stays that of the input.
     """
-    return _STEPS / (_STEPS - _dropped(p)) if p < 1 else 0.0
+    return _PROBABILITY_STEPS / (_PROBABILITY_STEPS - _dropping_value_count(p)) if p < 1 else 0.0

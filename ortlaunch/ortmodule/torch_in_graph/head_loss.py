@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ortlaunch.ortmodule.tracing.symbolics import registered, type_of
+from ortlaunch.ortmodule.tracing.symbolics import tensor_dtype, wrap_with_forms
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,34 +24,36 @@ if TYPE_CHECKING:
 OPERATOR = "ortlaunch::head_loss"
 
 
-def calling_chunked_loss(export: AnyFunction) -> AnyFunction:
+def wrap_keeping_chunked_loss(export: AnyFunction) -> AnyFunction:
     """Wrap an export so that the operator of a chunked loss stays one call."""
-    return registered(export, lambda: {OPERATOR: _symbolic})
+    return wrap_with_forms(export, lambda: {OPERATOR: _write_head_loss})
 
 
-def _symbolic(
-    g: GraphContext, hidden: torch.Value, weight: torch.Value, *rest: torch.Value
+def _write_head_loss(
+    g: GraphContext, hidden: torch.Value, weight: torch.Value, *other_inputs: torch.Value
 ) -> Sequence[torch.Value]:
-    own = type_of(hidden)
-    exact = torch.promote_types(type_of(hidden), torch.float32)
-    _register_gradient([own, type_of(weight)])
+    own_dtype = tensor_dtype(hidden)
+    exact_dtype = torch.promote_types(tensor_dtype(hidden), torch.float32)
+    _register_gradient([own_dtype, tensor_dtype(weight)])
     outputs = g.op(
         "org.pytorch.aten::ATen",
         hidden,
         weight,
-        *rest,
+        *other_inputs,
         operator_s=OPERATOR,
         overload_name_s="",
         outputs=5,
     )
-    for output, dtype in zip(outputs, (exact, own, exact, exact, exact)):
+    for output, dtype in zip(
+        outputs, (exact_dtype, own_dtype, exact_dtype, exact_dtype, exact_dtype)
+    ):
         # The first output, the loss, is a scalar; the sizes of the others are unknown.
         sizes: Any = [] if output is outputs[0] else None
         output.setType(hidden.type().with_dtype(dtype).with_sizes(sizes))
     return outputs
 
 
-def _register_gradient(types: list[torch.dtype]) -> None:
+def _register_gradient(dtypes: list[torch.dtype]) -> None:
     """Register the gradient for the current export, with the type codes of its tensors.
 
     ORT keeps the first registration: a process that has exported in float32 cannot build the graph
@@ -61,25 +63,25 @@ def _register_gradient(types: list[torch.dtype]) -> None:
 
     module: Any = importlib.import_module("onnxruntime.capi._pybind_state")
     key = f"org.pytorch.aten::ATen::{OPERATOR}::"
-    module.register_gradient_definition(key, _to_gradient_definition(list(_gradient(types))))
+    module.register_gradient_definition(key, _to_gradient_definition(list(_gradient_nodes(dtypes))))
 
 
 # In ORT's gradient definitions GO is the gradient of an output, GI that of an input, O an output.
-def _gradient(types: list[torch.dtype]) -> Iterator[tuple[Any, ...]]:
+def _gradient_nodes(dtypes: list[torch.dtype]) -> Iterator[tuple[Any, ...]]:
     """Yield the nodes of a gradient definition.
 
     The gradients of weight and bias are multiplied in float32 or above, then cast to the weight's
     type.
     """
     yield "Mul", ["GO(0)", "O(4)"], ["factor"]
-    yield "Cast", ["factor"], ["own"], _to(types[0])
+    yield "Cast", ["factor"], ["own"], _cast_attribute(dtypes[0])
     yield "Mul", ["O(1)", "own"], ["GI(0)"]
-    for place in (1, 2):
-        yield "Mul", [f"O({place + 1})", "factor"], [f"exact_{place}"]
-        yield "Cast", [f"exact_{place}"], [f"GI({place})"], _to(types[1])
+    for position in (1, 2):
+        yield "Mul", [f"O({position + 1})", "factor"], [f"exact_{position}"]
+        yield "Cast", [f"exact_{position}"], [f"GI({position})"], _cast_attribute(dtypes[1])
 
 
-def _to(dtype: torch.dtype) -> dict[str, object]:
+def _cast_attribute(dtype: torch.dtype) -> dict[str, object]:
     from torch.onnx._type_utils import JitScalarType
 
     return {"to": {"value": int(JitScalarType.from_dtype(dtype).onnx_type()), "dtype": "int"}}

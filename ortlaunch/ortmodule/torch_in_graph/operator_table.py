@@ -28,23 +28,23 @@ from ortlaunch.ortmodule.tracing import (
 from ortlaunch.ortmodule.tracing.symbolics import (
     Export,
     Form,
-    constants,
-    forms_of_ort,
-    registered,
+    constant_numbers,
+    ort_forms,
+    wrap_with_forms,
 )
 
 TORCH = None
 """The value of `Operator.form` if torch computes the operator."""
 _FLOATS = ("Float", "Double", "Half", "BFloat16")
 # Orders of norms whose exported forms are right.
-_NORMS = (0.0, 1.0, 2.0, math.inf, -math.inf)
+_EXACT_NORM_ORDERS = (0.0, 1.0, 2.0, math.inf, -math.inf)
 _POOLS = ("avg_pool2d", "max_pool2d", "adaptive_avg_pool2d")
 _UPSAMPLES = (
     "bicubic2d", "bilinear2d", "linear1d", "nearest1d", "nearest2d", "nearest3d", "trilinear3d"
 )  # fmt: skip
 
 
-def _always(inputs: Sequence[Any]) -> bool:
+def _is_any_call(inputs: Sequence[Any]) -> bool:
     return True
 
 
@@ -56,11 +56,11 @@ def _has_float(inputs: Sequence[Any]) -> bool:
     return any(value.type().scalarType() in _FLOATS for value in inputs[:2])
 
 
-def _is_number(inputs: Sequence[Any]) -> bool:
+def _is_first_scalar(inputs: Sequence[Any]) -> bool:
     return bool(inputs[0].type().dim() == 0)
 
 
-def _has_several(inputs: Sequence[Any]) -> bool:
+def _has_several_indices(inputs: Sequence[Any]) -> bool:
     """Return whether there are several index tensors, of values and not of sizes alone."""
     indices = list(inputs[1].node().inputs())
     pending = [index for index in indices if not index.node().mustBeNone()]
@@ -77,8 +77,10 @@ def _has_several(inputs: Sequence[Any]) -> bool:
 def _may_be_negative(inputs: Sequence[Any]) -> bool:
     """Return whether an index is the model's, not one that this package has made."""
     stack = str(inputs[2].node().sourceRange())
-    own = rf"{re.escape(cross_entropy.__file__)}|{re.escape(aliases.__file__)}\(\d+\): _written"
-    return re.search(own, stack) is None
+    own_code_pattern = (
+        rf"{re.escape(cross_entropy.__file__)}|{re.escape(aliases.__file__)}\(\d+\): _written"
+    )
+    return re.search(own_code_pattern, stack) is None
 
 
 def _divides_by_values(inputs: Sequence[Any]) -> bool:
@@ -88,12 +90,12 @@ def _divides_by_values(inputs: Sequence[Any]) -> bool:
     return not _has_float(inputs) and divisor.node().kind() != "prim::Constant" and not is_number
 
 
-def _depends_on_the_batch(inputs: Sequence[Any]) -> bool:
+def _may_have_batch_strides(inputs: Sequence[Any]) -> bool:
     """Return whether strides may be those of the first batch, or of a tensor not contiguous."""
     sizes, strides = inputs[0].type().sizes(), inputs[0].type().strides()
     if not sizes or not strides or None in sizes[1:]:
         return True
-    return list(strides) != [math.prod(sizes[place:]) for place in range(1, len(sizes) + 1)]
+    return list(strides) != [math.prod(sizes[dim:]) for dim in range(1, len(sizes) + 1)]
 
 
 class Operator(NamedTuple):
@@ -103,9 +105,9 @@ class Operator(NamedTuple):
     """The operator's name without `aten::`."""
     form: Form | None
     """The function that writes the operator in ONNX, or TORCH."""
-    why: str
+    fault: str
     """The fault of the exporter's form, or of ONNX Runtime's gradient of that form."""
-    where: Callable[[Sequence[Any]], bool] = _always
+    condition: Callable[[Sequence[Any]], bool] = _is_any_call
     """For TORCH: a condition on the inputs of a call in the traced graph."""
 
 
@@ -118,7 +120,10 @@ OPERATORS = (
         "index", index_forms.index, "several index tensors: negative ones, masks of more dimensions"
     ),
     Operator(
-        "index", TORCH, "several index tensors: one too large is of another row", _has_several
+        "index",
+        TORCH,
+        "several index tensors: one too large is of another row",
+        _has_several_indices,
     ),
     Operator("index_select", TORCH, "a negative index is from the end", _may_be_negative),
     Operator("scatter", TORCH, "as `index_select`", _may_be_negative),
@@ -137,17 +142,22 @@ OPERATORS = (
     Operator("tensor_split", TORCH, "ORT's shape inference ends; sizes of the first batch"),
     Operator("diff", index_forms.diff, "has no form"),
     Operator(
-        "as_strided", TORCH, "takes every tensor for contiguous (Longformer)", _depends_on_the_batch
+        "as_strided",
+        TORCH,
+        "takes every tensor for contiguous (Longformer)",
+        _may_have_batch_strides,
     ),
     Operator("roll", TORCH, "a shift beyond the size is none"),
     Operator("cumsum", index_forms.cumsum, "of truths: ends the export"),
     # Types and gradients
     Operator(
         "to",
-        elementwise_forms.casting("to", 9),
+        elementwise_forms.form_without_equal_casts("to", 9),
         "a cast to the type that a tensor has: ORT fails to remove it",
     ),
-    Operator("log_softmax", elementwise_forms.casting("log_softmax", 13), "as `to`"),
+    Operator(
+        "log_softmax", elementwise_forms.form_without_equal_casts("log_softmax", 13), "as `to`"
+    ),
     Operator("detach", elementwise_forms.detach, "is left out: the gradient goes through"),
     # Functions of each element
     Operator("floor_divide", index_forms.floor_divide, "rounds towards zero"),
@@ -171,9 +181,9 @@ OPERATORS = (
     # The table has no underscores at the end of names.
     Operator("__rshift", TORCH, "of a negative number: rounds towards zero"),
     Operator("bitwise_right_shift", TORCH, "as `>>`"),
-    Operator("addcmul", TORCH, "of numbers: a dimension too many", _is_number),
-    Operator("log10", TORCH, "as `addcmul`", _is_number),
-    Operator("nan_to_num", TORCH, "as `addcmul`", _is_number),
+    Operator("addcmul", TORCH, "of numbers: a dimension too many", _is_first_scalar),
+    Operator("log10", TORCH, "as `addcmul`", _is_first_scalar),
+    Operator("nan_to_num", TORCH, "as `addcmul`", _is_first_scalar),
     Operator(
         "clamp", elementwise_forms.clamp, "its gradient is a product, in which infinity becomes nan"
     ),
@@ -192,14 +202,18 @@ OPERATORS = (
     Operator("log_sigmoid", TORCH, "the logarithm of a sigmoid that is 0 from -88 on"),
     Operator("bernoulli", TORCH, "is 1 with the probability of 0"),
     # Sums, norms, distances, losses
-    Operator("std", norm_forms.rooted("std"), "of equal numbers: a gradient of nan"),
-    Operator("std_mean", norm_forms.rooted("std_mean"), "as `std`"),
-    Operator("frobenius_norm", norm_forms.rooted("frobenius_norm"), "of zeros: a gradient of nan"),
+    Operator("std", norm_forms.form_with_safe_root("std"), "of equal numbers: a gradient of nan"),
+    Operator("std_mean", norm_forms.form_with_safe_root("std_mean"), "as `std`"),
+    Operator(
+        "frobenius_norm",
+        norm_forms.form_with_safe_root("frobenius_norm"),
+        "of zeros: a gradient of nan",
+    ),
     Operator(
         "linalg_vector_norm",
         TORCH,
         "of other orders: nan at zero",
-        lambda inputs: not set(constants(inputs[1])) <= set(_NORMS),
+        lambda inputs: not set(constant_numbers(inputs[1])) <= set(_EXACT_NORM_ORDERS),
     ),
     Operator("cdist", TORCH, "nan behind equal vectors"),
     Operator("cosine_similarity", TORCH, "nan behind vanishing vectors; a dimension too many"),
@@ -240,51 +254,51 @@ OPERATORS = (
             f"upsample_{name}",
             TORCH,
             "ORT's gradient takes the sizes' quotient for the scale",
-            lambda inputs: any(scale != int(scale) for scale in constants(inputs[-1])),
+            lambda inputs: any(scale != int(scale) for scale in constant_numbers(inputs[-1])),
         )
         for name in _UPSAMPLES
     ),
 )
-_TORCHS: dict[str, list[Operator]] = {}
+_TORCH_ROWS_BY_NAME: dict[str, list[Operator]] = {}
 for _row in OPERATORS:
     if _row.form is TORCH:
-        _TORCHS.setdefault(f"aten::{_row.name}", []).append(_row)
+        _TORCH_ROWS_BY_NAME.setdefault(f"aten::{_row.name}", []).append(_row)
 # Operators that draw random numbers. torch.manual_seed does not set ONNX Runtime's generator, so
 # that torch draws them.
-DRAWING = {
+DRAWING_OPERATORS = {
     "aten::bernoulli", "aten::normal", "aten::rand", "aten::rand_like", "aten::randint", "aten::randint_like",
     "aten::randn", "aten::randn_like", "aten::randperm",
 }  # fmt: skip
 
 
-def is_torchs(name: str, inputs: Sequence[Any]) -> bool:
+def is_computed_by_torch(operator_name: str, inputs: Sequence[Any]) -> bool:
     """Return whether torch computes a call, by the table.
 
     Args:
-        name: the operator's full name.
+        operator_name: the operator's full name.
         inputs: the call's inputs in the traced graph.
     """
-    return any(row.where(inputs) for row in _TORCHS.get(name, ()))
+    return any(row.condition(inputs) for row in _TORCH_ROWS_BY_NAME.get(operator_name, ()))
 
 
-def with_forms(export: Export, *names: str) -> Export:
-    """Wrap an export so that it uses the table's forms and ORT's, or only the table's of `names`."""
+def wrap_with_exact_forms(export: Export, *operator_names: str) -> Export:
+    """Wrap an export so that it uses the table's forms and ORT's, or only the table's of `operator_names`."""
 
-    def forms() -> dict[str, Form]:
-        rows = (row for row in OPERATORS if not names or row.name in names)
-        own = {f"aten::{row.name}": row.form for row in rows if row.form}
-        return own if names else {**forms_of_ort(), **own}
+    def active_forms() -> dict[str, Form]:
+        rows = (row for row in OPERATORS if not operator_names or row.name in operator_names)
+        table_forms = {f"aten::{row.name}": row.form for row in rows if row.form}
+        return table_forms if operator_names else {**ort_forms(), **table_forms}
 
-    with_own = registered(export, forms)
+    export_with_forms = wrap_with_forms(export, active_forms)
 
     def export_with_operators(*args: Any, **kwargs: Any) -> Any:
         # torch's fast path for attention in eval mode has no ONNX form, so it is off during the
         # export.
-        fast = torch.backends.mha.get_fastpath_enabled()
+        is_fast_path_enabled = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
         try:
-            return with_own(*args, **kwargs)
+            return export_with_forms(*args, **kwargs)
         finally:
-            torch.backends.mha.set_fastpath_enabled(fast)
+            torch.backends.mha.set_fastpath_enabled(is_fast_path_enabled)
 
     return export_with_operators

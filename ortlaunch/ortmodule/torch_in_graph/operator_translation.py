@@ -20,12 +20,12 @@ from unittest import mock
 import torch
 
 from ortlaunch.ortmodule.base.counters import tally
-from ortlaunch.ortmodule.base.differentiable import SILENT, Gradients, is_valid
+from ortlaunch.ortmodule.base.differentiable import SILENTLY_WRONG, GradientPaths, is_valid_onnx
 from ortlaunch.ortmodule.base.export import Export
 from ortlaunch.ortmodule.base.graph import ShapeInferenceError
 from ortlaunch.ortmodule.base.patching import wrap_method
-from ortlaunch.ortmodule.base.settings import settings_of
-from ortlaunch.ortmodule.base.source_guard import EVALUATION, TRAINING, TRANSITION, owner
+from ortlaunch.ortmodule.base.settings import attached_settings
+from ortlaunch.ortmodule.base.source_guard import EVALUATION, TRAINING, TRANSITION, function_owner
 from ortlaunch.ortmodule.build import extensions
 from ortlaunch.ortmodule.torch_in_graph import (
     attention,
@@ -33,7 +33,10 @@ from ortlaunch.ortmodule.torch_in_graph import (
     operator_calls,
     pass_errors,
 )
-from ortlaunch.ortmodule.torch_in_graph.operator_table import DRAWING, is_torchs
+from ortlaunch.ortmodule.torch_in_graph.operator_table import (
+    DRAWING_OPERATORS,
+    is_computed_by_torch,
+)
 from ortlaunch.ortmodule.torch_in_graph.value_sizes import ValueSizes
 
 if TYPE_CHECKING:
@@ -42,7 +45,7 @@ if TYPE_CHECKING:
     from ortlaunch.ortmodule.base.ort_types import AnyFunction, Manager
 
 # Never torch calls: `detach` has an exact form, and the others give sizes and Python numbers.
-_NEVER = {
+_NEVER_TORCH = {
     "aten::detach",
     "aten::size",
     "aten::ScalarImplicit",
@@ -51,13 +54,13 @@ _NEVER = {
     "aten::Bool",
 }
 # The attribute of ORT's options and execution agents that has the model's lines.
-_LINES = "_ortlaunch_lines"
+_LINES_ATTRIBUTE = "_ortlaunch_lines"
 # The most retries of an export; each one may detect further operators to keep as torch calls.
-_ROUNDS = 8
+_MAX_RETRIES = 8
 # The most source locations in an error message.
-_FEW = 3
+_MAX_LOCATIONS = 3
 # ORT's error messages that name the ONNX operator whose gradient could not be built.
-_FAILED = (
+_FAILED_PATTERNS = (
     r"gradient builder has not been registered: ?(\w+)",
     r"Could not find an implementation for (\w+?)(?:Grad)?\(",
     r"training::Get(\w+)Gradient::GetGradientDefsImpl",
@@ -65,107 +68,128 @@ _FAILED = (
 )
 
 
-def install() -> None:
+def install_translation_retries() -> None:
     """Wrap ORT's methods so that a failed gradient build is retried with torch's operator."""
-    for step in ("_build_graph", "_create_execution_agent"):
+    for method_name in ("_build_graph", "_create_execution_agent"):
         # ORT's own wrapper around the method has another name.
-        wrap_method(owner(TRAINING), step, functools.partial(_trying_again, step))
-    wrap_method(owner(EVALUATION), "_create_execution_agent", _forgetting_call)
-    wrap_method(owner(TRANSITION), "get_post_processed_model", _noting_call)
-    for agent, step in (
+        wrap_method(
+            function_owner(TRAINING), method_name, functools.partial(_retry_build, method_name)
+        )
+    wrap_method(function_owner(EVALUATION), "_create_execution_agent", _create_agent_and_free_batch)
+    wrap_method(function_owner(TRANSITION), "get_post_processed_model", _rebuild_keeping_arguments)
+    for agent, method_name in (
         ("Training", "forward"),
         ("Training", "backward"),
         ("Inference", "forward"),
     ):
-        wrap_method(owner(f"_execution_agent:{agent}Agent"), f"run_{step}", _with_errors_in_words)
+        wrap_method(
+            function_owner(f"_execution_agent:{agent}Agent"),
+            f"run_{method_name}",
+            _run_with_readable_errors,
+        )
 
 
 @contextlib.contextmanager
-def operators_as_torch(export: Export) -> Iterator[None]:
+def keep_torch_operators(export: Export) -> Iterator[None]:
     """Keep operators as torch calls in exports, as the settings require."""
-    asked = settings_of(export.options).torch_operators
-    able = asked != "off" and not extensions.interop_refusal()
-    named = asked if able and asked != "auto" else ()
-    names = tuple(name if "::" in name else f"aten::{name}" for name in named)
-    translator = _Translator(export, names, able, able and asked == "auto")
-    exporter = _exporter()
+    requested_operators = attached_settings(export.options).torch_operators
+    can_call_torch = requested_operators != "off" and not extensions.interop_refusal_reason()
+    listed_names = requested_operators if can_call_torch and requested_operators != "auto" else ()
+    operator_names = tuple(name if "::" in name else f"aten::{name}" for name in listed_names)
+    translator = _Translator(
+        export, operator_names, can_call_torch, can_call_torch and requested_operators == "auto"
+    )
+    exporter = _exporter_module()
     with contextlib.ExitStack() as patches:
-        for name, around in (
-            ("_run_symbolic_function", translator.translate),
-            ("_optimize_graph", translator.noting),
+        for name, wrapper in (
+            ("_run_symbolic_function", translator.translate_node),
+            ("_optimize_graph", translator.record_schemas),
         ):
             patches.enter_context(
                 mock.patch.object(
-                    exporter, name, functools.partial(around, getattr(exporter, name))
+                    exporter, name, functools.partial(wrapper, getattr(exporter, name))
                 )
             )
         yield
 
 
-def _exporter() -> Any:
-    moved = "torch.onnx._internal.torchscript_exporter"
+def _exporter_module() -> Any:
+    moved_package = "torch.onnx._internal.torchscript_exporter"
     return importlib.import_module(
-        f"{moved}.utils" if importlib.util.find_spec(moved) else "torch.onnx.utils"
+        f"{moved_package}.utils" if importlib.util.find_spec(moved_package) else "torch.onnx.utils"
     )
 
 
 class _Translator:
     """The translation of one traced graph by the exporter."""
 
-    def __init__(self, export: Export, names: Sequence[str], able: bool, by_rule: bool) -> None:
+    def __init__(
+        self,
+        export: Export,
+        operator_names: Sequence[str],
+        can_call_torch: bool,
+        follows_table: bool,
+    ) -> None:
         self._training = export.training
-        self._able = able
-        self._by_rule = by_rule
+        self._can_call_torch = can_call_torch
+        self._follows_table = follows_table
         # torch's kernel for CPUs needs no extension.
-        self._auto = settings_of(export.options).torch_operators == "auto"
-        self._names = {*names, *_blamed_so_far(export.options)}
+        self._auto = attached_settings(export.options).torch_operators == "auto"
+        self._torch_names = {*operator_names, *_blamed_operators(export.options)}
         self._schemas: dict[str, Any] = {}
-        self._empty = [place for place, given in enumerate(export.inputs) if _is_empty(given)]
+        self._empty_positions = [
+            input_index
+            for input_index, input_value in enumerate(export.inputs)
+            if _is_empty(input_value)
+        ]
         self._device = export.device.type
         # The latest random values in the graph. The next ones depend on them, so that the order
         # of the draws is that of eager PyTorch.
-        self._drawn: Any = None
+        self._latest_drawn: Any = None
         # By ONNX operator: the torch operators translated to it, with their source locations.
-        # Stored in the options, which outlive the export: `_blame` reads it when a build fails.
-        self._makers: dict[str, dict[str, str]] = vars(export.options).setdefault(
+        # Stored in the options, which outlive the export: `_mark_torch_operators` reads it when a build fails.
+        self._origins_by_operator: dict[str, dict[str, str]] = vars(export.options).setdefault(
             "_ortlaunch_makers", {}
         )
         # The same for the lines of a layer's nodes, for `pass_errors`.
         self._lines: dict[tuple[str, str], dict[str, None]] = {}
-        vars(export.options)[_LINES] = self._lines
+        vars(export.options)[_LINES_ATTRIBUTE] = self._lines
         self._layers = [name for name, _ in export.module.named_modules()]
         parameters = {name: p.requires_grad for name, p in export.module.named_parameters()}
         buffers = {name for name, _ in export.module.named_buffers()}
         inputs = set(export.info.onnx_graph_input_names_require_grad)
-        plain = set(export.info.onnx_graph_input_names) - inputs - parameters.keys()
-        self._gradients = Gradients(
-            lambda name: parameters.get(name, name not in buffers | plain), export.device.type
+        plain_inputs = set(export.info.onnx_graph_input_names) - inputs - parameters.keys()
+        self._gradients = GradientPaths(
+            lambda name: parameters.get(name, name not in buffers | plain_inputs),
+            export.device.type,
         )
 
-    def noting(self, original: AnyFunction, graph: Any, *args: object, **kwargs: object) -> Any:
+    def record_schemas(
+        self, original: AnyFunction, graph: Any, *args: object, **kwargs: object
+    ) -> Any:
         """Record each operator's schema, which the exporter's passes over the graph drop."""
-        for node in _nodes(graph):
+        for node in _all_nodes(graph):
             schema = node.schema()
             if "!" in schema and not node.kind().startswith("aten::"):
                 # The exporter would leave it out.
-                call = operator_calls.Call(node, (), self._schemas)
-                raise self._cannot(call, f"{call.name} changes a tensor in place")
+                call = operator_calls.OperatorCall(node, (), self._schemas)
+                raise self._not_callable_error(call, f"{call.name} changes a tensor in place")
             if schema != "(no schema)" and node.outputsSize():
                 self._schemas[next(node.outputs()).debugName()] = schema
         inputs = list(graph.inputs())
-        self._sizes = ValueSizes(inputs[place] for place in self._empty)
+        self._sizes = ValueSizes(inputs[position] for position in self._empty_positions)
         return original(graph, *args, **kwargs)
 
-    def translate(self, original: AnyFunction, *given: Any) -> Any:
+    def translate_node(self, original: AnyFunction, *symbolic_arguments: Any) -> Any:
         """Translate one node; a replacement for the exporter's `_run_symbolic_function`."""
-        graph, block, node, inputs, env, known, new = given[:7]
+        graph, block, node, inputs, env, env_values, new_nodes = symbolic_arguments[:7]
 
-        def plainly() -> Any:
-            return original(*given)
+        def translate_plainly() -> Any:
+            return original(*symbolic_arguments)
 
         name = node.kind()
         context = importlib.import_module(_JIT).GraphContext(
-            graph, block, _opset(), node, {}, env, known, new
+            graph, block, _export_opset(), node, {}, env, env_values, new_nodes
         )
         if operator_calls.is_complex_constant(node):
             return context.op(
@@ -173,92 +197,123 @@ class _Translator:
             )
         # Others are torch's, and those that packages and models register.
         if name.startswith(("prim::", "onnx::")):
-            return plainly()
-        if attention.keeps_shape(node):
+            return translate_plainly()
+        if attention.is_shape_keeping_reshape(node):
             return inputs[0]
-        call = operator_calls.Call(node, inputs, self._schemas)
-        if name.rstrip("_") in _NEVER and not call.is_complex():
-            return plainly()
-        if self._able and self._by_rule and name.rstrip("_") in DRAWING:
+        call = operator_calls.OperatorCall(node, inputs, self._schemas)
+        if name.rstrip("_") in _NEVER_TORCH and not call.has_complex_tensor():
+            return translate_plainly()
+        if self._can_call_torch and self._follows_table and name.rstrip("_") in DRAWING_OPERATORS:
             with contextlib.suppress(operator_calls.NotCallable):
-                self._drawn = call.write(context, self._gradients, draws=True, before=self._drawn)
-                return self._drawn
-        asked = name.rstrip("_") in self._names or call.is_complex()
-        if name == attention.NAME and self._is_fused(call.given(), inputs, asked):
+                self._latest_drawn = call.write(
+                    context, self._gradients, draws_numbers=True, earlier_value=self._latest_drawn
+                )
+                return self._latest_drawn
+        stays_torch = name.rstrip("_") in self._torch_names or call.has_complex_tensor()
+        if name == attention.OPERATOR_NAME and self._should_stay_fused(
+            call.traced_inputs(), inputs, stays_torch
+        ):
             if self._device == "cpu":
-                return attention.written(context, call.given(), inputs)
+                return attention.write_fused_attention(context, call.traced_inputs(), inputs)
             # The kernels for GPUs are called with torch's derivative (docs/gpu.md).
-            asked = True
-        if self._by_rule:
-            asked = asked or is_torchs(name.rstrip("_"), call.given())
-        if self._able and asked:
-            return self._instead(call, context, None)
-        before = len(new)
-        if not self._by_rule:
-            outputs = plainly()
-            self._check(call, new[before:], outputs)
+            stays_torch = True
+        if self._follows_table:
+            stays_torch = stays_torch or is_computed_by_torch(
+                name.rstrip("_"), call.traced_inputs()
+            )
+        if self._can_call_torch and stays_torch:
+            return self._write_torch_call(call, context, None)
+        new_count_before = len(new_nodes)
+        if not self._follows_table:
+            outputs = translate_plainly()
+            self._refuse_silent_difference(call, new_nodes[new_count_before:], outputs)
             return outputs
         try:
-            outputs = plainly()
+            outputs = translate_plainly()
         except Exception as error:
-            return self._instead(call, context, error)
-        written = new[before:]
-        self._note_lines(node, written, call.line())
+            return self._write_torch_call(call, context, error)
+        written_nodes = new_nodes[new_count_before:]
+        self._record_lines(node, written_nodes, call.source_line())
         if (
-            not all(map(is_valid, written))
-            or self._lost(written, outputs)
-            or self._sizes.reach(node)
+            not all(map(is_valid_onnx, written_nodes))
+            or self._blocking_operator(written_nodes, outputs)
+            or self._sizes.reads_possibly_empty(node)
         ):
-            return self._instead(call, context, None, outputs)
+            return self._write_torch_call(call, context, None, outputs)
         return outputs
 
-    def _note_lines(self, node: torch.Node, written: Sequence[torch.Node], line: str) -> None:
+    def _record_lines(
+        self, node: torch.Node, written_nodes: Sequence[torch.Node], line: str
+    ) -> None:
         scope = node.scopeName().rpartition("::")[2].removeprefix("_original_module")
-        for one in written:
-            self._makers.setdefault(_operator(one), {})[node.kind()] = line
+        for written_node in written_nodes:
+            self._origins_by_operator.setdefault(_onnx_operator(written_node), {})[node.kind()] = (
+                line
+            )
             if line:
-                self._lines.setdefault((scope, one.kind().rpartition("::")[2]), {})[line] = None
+                self._lines.setdefault((scope, written_node.kind().rpartition("::")[2]), {})[
+                    line
+                ] = None
 
-    def _is_fused(self, given: Sequence[Any], inputs: Sequence[Any], listed: bool) -> bool:
-        learns_mask = self._gradients.reach(inputs[3])
-        return (listed or self._auto) and attention_choice.is_fused(
-            given, self._device, learns_mask, listed
+    def _should_stay_fused(
+        self, traced_inputs: Sequence[Any], graph_inputs: Sequence[Any], is_listed: bool
+    ) -> bool:
+        learns_mask = self._gradients.reaches_trained_input(graph_inputs[3])
+        return (is_listed or self._auto) and attention_choice.should_stay_fused(
+            traced_inputs, self._device, learns_mask, is_listed
         )
 
-    def _lost(self, written: Sequence[Any], outputs: Any) -> str:
+    def _blocking_operator(self, written_nodes: Sequence[Any], outputs: Any) -> str:
         values = outputs if isinstance(outputs, (tuple, list)) else [outputs]
-        return self._gradients.lost(written, values) if self._training else ""
+        return (
+            self._gradients.first_blocking_operator(written_nodes, values) if self._training else ""
+        )
 
-    def _check(self, call: Any, written: Sequence[Any], outputs: Any) -> None:
+    def _refuse_silent_difference(
+        self, call: Any, written_nodes: Sequence[Any], outputs: Any
+    ) -> None:
         """Refuse a translation that would be wrong without an error.
 
         This applies where the settings do not let the operator stay torch's.
         """
-        if is_torchs(call.name.rstrip("_"), call.given()) or self._lost(written, outputs) in SILENT:
+        if (
+            is_computed_by_torch(call.name.rstrip("_"), call.traced_inputs())
+            or self._blocking_operator(written_nodes, outputs) in SILENTLY_WRONG
+        ):
             raise RuntimeError(
                 f"{call.name} or its gradient is another one in ONNX Runtime than in torch; "
                 "it can stay torch's: Settings.torch_operators='auto', or a list with it. "
-                f"{extensions.interop_refusal()}".rstrip()
+                f"{extensions.interop_refusal_reason()}".rstrip()
             )
 
-    def _instead(
-        self, call: Any, context: GraphContext, error: Exception | None, outputs: Any = None
+    def _write_torch_call(
+        self,
+        call: Any,
+        context: GraphContext,
+        translation_error: Exception | None,
+        plain_outputs: Any = None,
     ) -> Any:
         try:
             return call.write(context, self._gradients)
-        except operator_calls.NotCallable as why:
-            if outputs is not None:
+        except operator_calls.NotCallable as reason:
+            if plain_outputs is not None:
                 # If this value needs a gradient, ORT raises an error of its own later.
-                return outputs
-            before = f"{' '.join(str(error).split()) or type(error).__name__}; " if error else ""
-            raise self._cannot(call, why, before) from error
+                return plain_outputs
+            earlier_message = (
+                f"{' '.join(str(translation_error).split()) or type(translation_error).__name__}; "
+                if translation_error
+                else ""
+            )
+            raise self._not_callable_error(call, reason, earlier_message) from translation_error
 
-    def _cannot(self, call: operator_calls.Call, why: object, before: str = "") -> RuntimeError:
-        layer = call.layer(self._layers)
-        setting = f"Settings.torch_modules{f'=[{layer!r}]' if layer else ''}"
+    def _not_callable_error(
+        self, call: operator_calls.OperatorCall, reason: object, earlier_message: str = ""
+    ) -> RuntimeError:
+        layer = call.calling_layer(self._layers)
+        setting_text = f"Settings.torch_modules{f'=[{layer!r}]' if layer else ''}"
         return RuntimeError(
-            f"{before}torch cannot compute {call.name}{call.line()} inside ONNX Runtime's graph: "
-            f"{why}. Write it with other operators, or let the layer run as torch ({setting})"
+            f"{earlier_message}torch cannot compute {call.name}{call.source_line()} inside ONNX Runtime's graph: "
+            f"{reason}. Write it with other operators, or let the layer run as torch ({setting_text})"
         )
 
 
@@ -266,7 +321,7 @@ def _is_empty(value: object) -> bool:
     return isinstance(value, torch.Tensor) and not value.numel()
 
 
-def _operator(node: torch.Node) -> str:
+def _onnx_operator(node: torch.Node) -> str:
     """Return a node's operator in ONNX; for an ATen node, torch's operator."""
     name = str(node.kind()).rpartition("::")[2]
     return (
@@ -274,11 +329,11 @@ def _operator(node: torch.Node) -> str:
     )
 
 
-def _nodes(block: Any) -> Iterator[Any]:
+def _all_nodes(block: Any) -> Iterator[Any]:
     for node in block.nodes():
         yield node
-        for inner in node.blocks():
-            yield from _nodes(inner)
+        for inner_block in node.blocks():
+            yield from _all_nodes(inner_block)
 
 
 _MOVED = "torch.onnx._internal.torchscript_exporter.jit_utils"
@@ -286,115 +341,127 @@ _MOVED = "torch.onnx._internal.torchscript_exporter.jit_utils"
 _JIT = "torch.onnx._internal.jit_utils"
 
 
-def _opset() -> int:
+def _export_opset() -> int:
     return int(importlib.import_module("torch.onnx._globals").GLOBALS.export_onnx_opset_version)
 
 
 # ------------------------------------------------------------------- failures after the translation
 
 
-def _blamed_so_far(options: Any) -> set[str]:
-    found: set[str] = vars(options).setdefault("_ortlaunch_blamed", set())
-    return found
+def _blamed_operators(options: Any) -> set[str]:
+    blamed: set[str] = vars(options).setdefault("_ortlaunch_blamed", set())
+    return blamed
 
 
-def _noting_call(original: AnyFunction, transition: Any, inputs: Any, kwargs: Any) -> Any:
-    # For `_export_anew`, if the build that follows fails.
-    transition._ortlaunch_given = inputs, kwargs
-    changed, info = _with_known_shapes(original, transition, inputs, kwargs)
+def _rebuild_keeping_arguments(
+    original: AnyFunction, graph_manager: Any, inputs: Any, kwargs: Any
+) -> Any:
+    # For `_export_again`, if the build that follows fails.
+    graph_manager._ortlaunch_given = inputs, kwargs
+    was_changed, info = _retry_without_blamed(original, graph_manager, inputs, kwargs)
     # No build follows, so the batch is freed.
-    if not changed:
-        del transition._ortlaunch_given
-    return changed, info
+    if not was_changed:
+        del graph_manager._ortlaunch_given
+    return was_changed, info
 
 
-def _with_known_shapes(original: AnyFunction, transition: Any, inputs: Any, kwargs: Any) -> Any:
-    for _ in range(_ROUNDS):
+def _retry_without_blamed(
+    original: AnyFunction, graph_manager: Any, inputs: Any, kwargs: Any
+) -> Any:
+    for _ in range(_MAX_RETRIES):
         try:
-            return original(transition, inputs, kwargs)
+            return original(graph_manager, inputs, kwargs)
         except ShapeInferenceError as error:
-            options = transition._runtime_options
-            if not _blame(options, {error.operator}, str(error)):
-                makers = vars(options).get("_ortlaunch_makers", {}).get(error.operator, {})
-                lines = ", ".join(f"{name}{line}" for name, line in sorted(makers.items())[:_FEW])
+            options = graph_manager._runtime_options
+            if not _mark_torch_operators(options, {error.operator}, str(error)):
+                origins = vars(options).get("_ortlaunch_makers", {}).get(error.operator, {})
+                lines = ", ".join(
+                    f"{name}{line}" for name, line in sorted(origins.items())[:_MAX_LOCATIONS]
+                )
                 raise RuntimeError(
                     f"{error}, which is exported for {lines or 'the model'}: write it with other "
                     "operators, or let the layer run as torch (Settings.torch_modules)"
                 ) from error
-            transition._exported_model_info = None
-    return original(transition, inputs, kwargs)
+            graph_manager._exported_model_info = None
+    return original(graph_manager, inputs, kwargs)
 
 
-def _forgetting_call(original: AnyFunction, manager: Manager) -> Any:
+def _create_agent_and_free_batch(original: AnyFunction, manager: Manager) -> Any:
     original(manager)
-    _built(manager, "_create_execution_agent")
+    _keep_lines_and_free_batch(manager, "_create_execution_agent")
 
 
-def _with_errors_in_words(original: AnyFunction, agent: Any, *args: Any) -> Any:
-    with pass_errors.errors_in_words(vars(agent).get(_LINES, {})):
+def _run_with_readable_errors(original: AnyFunction, agent: Any, *args: Any) -> Any:
+    with pass_errors.raise_readable_errors(vars(agent).get(_LINES_ATTRIBUTE, {})):
         return original(agent, *args)
 
 
-def _trying_again(step: str, original: AnyFunction, manager: Manager, *args: Any) -> Any:
-    for _ in range(_ROUNDS):
+def _retry_build(method_name: str, original: AnyFunction, manager: Manager, *args: Any) -> Any:
+    for _ in range(_MAX_RETRIES):
         try:
             original(manager, *args)
-            return _built(manager, step)
+            return _keep_lines_and_free_batch(manager, method_name)
         except Exception as error:
-            named = {found for pattern in _FAILED for found in re.findall(pattern, str(error))}
-            blamed = _leave_optimizer(manager, str(error), *args) or _blame(
-                manager._runtime_options, named, str(error)
-            )
-            if not blamed:
+            onnx_operators = {
+                operator_name
+                for pattern in _FAILED_PATTERNS
+                for operator_name in re.findall(pattern, str(error))
+            }
+            can_retry = _disable_failed_optimizer(
+                manager, str(error), *args
+            ) or _mark_torch_operators(manager._runtime_options, onnx_operators, str(error))
+            if not can_retry:
                 raise
-            _export_anew(manager, step)
+            _export_again(manager, method_name)
     return original(manager, *args)
 
 
-def _leave_optimizer(manager: Manager, message: str, *configs: Any) -> bool:
+def _disable_failed_optimizer(manager: Manager, message: str, *configs: Any) -> bool:
     """Turn ORT's compute optimizer off if it failed at an unknown shape; return whether it did."""
     if "compute_optimizer" not in message or not manager._runtime_options.enable_compute_optimizer:
         return False
-    tally.note(
+    tally.add_note_once(
         "compute_optimizer is off: ONNX Runtime's ends at a shape of this model that is known in a "
         "pass only"
     )
-    for one in (manager._runtime_options, *configs):
-        one.enable_compute_optimizer = False
+    for options in (manager._runtime_options, *configs):
+        options.enable_compute_optimizer = False
     return True
 
 
-def _built(manager: Manager, step: str) -> None:
-    if step == "_create_execution_agent":
-        lines = vars(manager._runtime_options).get(_LINES, {})
-        vars(manager._execution_agent)[_LINES] = dict(lines)
+def _keep_lines_and_free_batch(manager: Manager, method_name: str) -> None:
+    if method_name == "_create_execution_agent":
+        lines = vars(manager._runtime_options).get(_LINES_ATTRIBUTE, {})
+        vars(manager._execution_agent)[_LINES_ATTRIBUTE] = dict(lines)
         vars(manager._graph_transition_manager).pop("_ortlaunch_given", None)
 
 
-def _blame(options: Any, named: set[str], message: str) -> set[str]:
+def _mark_torch_operators(options: Any, onnx_operators: set[str], message: str) -> set[str]:
     """Mark the torch operators that were translated to the ONNX operators in ORT's error.
 
     Returns:
         The newly marked operators; the next export keeps them as torch calls.
     """
-    if settings_of(options).torch_operators != "auto" or extensions.interop_refusal():
+    if attached_settings(options).torch_operators != "auto" or extensions.interop_refusal_reason():
         return set()
-    makers: dict[str, dict[str, str]] = vars(options).get("_ortlaunch_makers", {})
-    new = {maker for name in named for maker in makers.get(name, ())} - _blamed_so_far(options)
-    if new:
-        tally.note(
-            f"exported once more with {', '.join(sorted(new))} as torch's: "
+    origins: dict[str, dict[str, str]] = vars(options).get("_ortlaunch_makers", {})
+    new_operators = {
+        torch_operator for name in onnx_operators for torch_operator in origins.get(name, ())
+    } - _blamed_operators(options)
+    if new_operators:
+        tally.add_note_once(
+            f"exported once more with {', '.join(sorted(new_operators))} as torch's: "
             f"{message.splitlines()[-1][:200]}"
         )
-    _blamed_so_far(options).update(new)
-    return new
+    _blamed_operators(options).update(new_operators)
+    return new_operators
 
 
-def _export_anew(manager: Manager, step: str) -> None:
-    transition = manager._graph_transition_manager
-    transition._exported_model_info = None
-    _, info = transition.get_post_processed_model(*transition._ortlaunch_given)
+def _export_again(manager: Manager, method_name: str) -> None:
+    graph_manager = manager._graph_transition_manager
+    graph_manager._exported_model_info = None
+    _, info = graph_manager.get_post_processed_model(*graph_manager._ortlaunch_given)
     manager._initialize_graph_builder(info)
     # The execution agent is created from a built graph, so the new export is built first.
-    if step != "_build_graph":
+    if method_name != "_build_graph":
         manager._build_graph(manager._get_graph_transformer_config())

@@ -28,7 +28,7 @@ def define_operators() -> torch.library.Library:
     The operators exist for as long as the returned library.
     """
     library = torch.library.Library("ortlaunch", "FRAGMENT")
-    for name, form, function in (
+    for name, schema, function in (
         ("gelu_tanh", "(Tensor x) -> Tensor", functools.partial(torch.ops.aten.gelu, approximate="tanh")),
         ("gelu_tanh_backward", "(Tensor gradient, Tensor x) -> Tensor",
          functools.partial(torch.ops.aten.gelu_backward, approximate="tanh")),
@@ -37,7 +37,7 @@ def define_operators() -> torch.library.Library:
         ("convolution_backward", "(Tensor gradient, Tensor x, Tensor weight, int[] stride, int[] padding, "
          "int[] dilation, int groups, int wanted) -> (Tensor, Tensor, Tensor)", convolution_backward),
     ):  # fmt: skip
-        library.define(name + form)
+        library.define(name + schema)
         library.impl(name, function, "CPU")
     library.define(
         "group_norm_backward(Tensor gradient, Tensor x, Tensor mean, Tensor inverse, Tensor? weight, "
@@ -53,27 +53,27 @@ def gather_backward(gradient: Tensor, shape: list[int], index: Tensor, dim: int)
 
 
 def convolution_backward(
-    gradient: Tensor, x: Tensor, weight: Tensor, *rest: Any
+    gradient: Tensor, x: Tensor, weight: Tensor, *other_arguments: Any
 ) -> tuple[Tensor, ...]:
     """Return the gradients of x, weight and bias in a convolution.
 
-    The last of the other arguments, `wanted`, has bit 0, 1 or 2 where the gradient of x, weight or
+    The last of the other arguments, `wanted_bits`, has bit 0, 1 or 2 where the gradient of x, weight or
     bias is wanted; the others are empty.
     """
-    stride, padding, dilation, groups, wanted = rest
-    found = torch.ops.aten.convolution_backward(
+    stride, padding, dilation, groups, wanted_bits = other_arguments
+    results = torch.ops.aten.convolution_backward(
         gradient, x, weight, [weight.shape[0]], stride, padding, dilation, False,
-        [0] * len(stride), groups, [bool(wanted >> place & 1) for place in range(3)],
+        [0] * len(stride), groups, [bool(wanted_bits >> bit_index & 1) for bit_index in range(3)],
     )  # fmt: skip
-    return tuple(gradient.new_empty(0) if one is None else one for one in found)
+    return tuple(gradient.new_empty(0) if result is None else result for result in results)
 
 
 def group_norm_backward(
     gradient: Tensor, x: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor | None, *sizes: int
 ) -> tuple[Tensor, ...]:
     """Return the gradients of x, weight and bias in a GroupNorm; without weights, two are empty."""
-    wanted = [True, weight is not None, weight is not None]
-    found = torch.ops.aten.native_group_norm_backward(
-        gradient, x, mean, inverse, weight, *sizes, wanted
+    output_mask = [True, weight is not None, weight is not None]
+    results = torch.ops.aten.native_group_norm_backward(
+        gradient, x, mean, inverse, weight, *sizes, output_mask
     )
-    return tuple(gradient.new_empty(0) if one is None else one for one in found)
+    return tuple(gradient.new_empty(0) if result is None else result for result in results)

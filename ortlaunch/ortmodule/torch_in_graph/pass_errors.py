@@ -11,69 +11,79 @@ from collections.abc import Iterator, Mapping
 
 from ortlaunch.ortmodule.base import torch_calls
 
-TEXT = "ortlaunch_text"
+ORT_TEXT_ATTRIBUTE = "ortlaunch_text"
 """The attribute of an exception that has ORT's own text, for state/unsupported.py."""
 Lines = Mapping[tuple[str, str], Mapping[str, None]]
 """Lines of the model, as ` at FILE:LINE`, by the end of a layer's path and the ONNX operator."""
-_FAILED = re.compile(r"while running (\w+) node\. Name:'(.*?)' Status Message: (.*)", re.DOTALL)
+_FAILED_NODE = re.compile(
+    r"while running (\w+) node\. Name:'(.*?)' Status Message: (.*)", re.DOTALL
+)
 # A node's name: the layer's path, the operator, and what gradients and kernels add.
-_NAME = re.compile(r"/_original_module((?:/[^/]+)*?)/([A-Za-z]+)(?:_\d+)?(?:_Grad/.*|_output_.*)?")
+_NODE_NAME = re.compile(
+    r"/_original_module((?:/[^/]+)*?)/([A-Za-z]+)(?:_\d+)?(?:_Grad/.*|_output_.*)?"
+)
 # An error of torch as ATen's executor gives it (build/extension_sources.py), or of a Python function.
-_OF_TORCH = re.compile(r"(?:torch's )?(\w+Error): (.*?)\s*(?:At:\s.*)?", re.DOTALL)
+_TORCH_ERROR = re.compile(r"(?:torch's )?(\w+Error): (.*?)\s*(?:At:\s.*)?", re.DOTALL)
 # Source file, function and condition of ORT's errors.
-_SOURCE = re.compile(
+_SOURCE_TEXT = re.compile(
     r"/onnxruntime_src/\S+:\d+ [^()]*\((?:[^()]|\([^()]*\))*\)(?: const)?(?: \[with [^\]]*\])? "
     r"(?:.*? was false\.? ?)?"
 )
-_KINDS = {kind.__name__: kind for kind in (IndexError, NotImplementedError, TypeError, ValueError)}
-_OUTSIDE = re.compile(r"out of (data )?bounds|invalid indice")
+_ERROR_BY_NAME = {
+    error.__name__: error for error in (IndexError, NotImplementedError, TypeError, ValueError)
+}
+_OUT_OF_BOUNDS = re.compile(r"out of (data )?bounds|invalid indice")
 
 
 @contextlib.contextmanager
-def errors_in_words(lines: Lines) -> Iterator[None]:
+def raise_readable_errors(model_lines: Lines) -> Iterator[None]:
     """Raise torch's own exception in place of ORT's error of a pass of its graph.
 
-    lines: of the graph's model.
+    model_lines: of the graph's model.
     """
-    torch_calls.errors.clear()
+    torch_calls.recorded_errors.clear()
     try:
         yield
     except Exception as error:
         # Of a call of Python ORT reports that it failed, without the reason.
-        if torch_calls.errors:
-            raise torch_calls.errors[0] from None
-        failed = _FAILED.search(str(error))
-        if failed is None:
+        if torch_calls.recorded_errors:
+            raise torch_calls.recorded_errors[0] from None
+        failed_node = _FAILED_NODE.search(str(error))
+        if failed_node is None:
             raise
-        operator, name, text = failed.groups()
-        where = _where(name, lines)
-        if by_torch := _OF_TORCH.fullmatch(text):
-            kind, text = by_torch.groups()
-            raise _KINDS.get(kind, RuntimeError)(f"{text.rstrip('.')}{where}") from None
-        text = " ".join(_SOURCE.sub("", text).split())
-        is_index = _OUTSIDE.search(text) is not None
-        raised = (IndexError if is_index else RuntimeError)(
-            f"ONNX Runtime cannot compute {operator}{where}: {text}"
+        operator, node_name, text = failed_node.groups()
+        location = _layer_and_line(node_name, model_lines)
+        if torch_match := _TORCH_ERROR.fullmatch(text):
+            type_name, text = torch_match.groups()
+            raise _ERROR_BY_NAME.get(type_name, RuntimeError)(
+                f"{text.rstrip('.')}{location}"
+            ) from None
+        text = " ".join(_SOURCE_TEXT.sub("", text).split())
+        is_index = _OUT_OF_BOUNDS.search(text) is not None
+        readable_error = (IndexError if is_index else RuntimeError)(
+            f"ONNX Runtime cannot compute {operator}{location}: {text}"
         )
-        vars(raised)[TEXT] = str(error)
-        raise raised from None
+        vars(readable_error)[ORT_TEXT_ATTRIBUTE] = str(error)
+        raise readable_error from None
     finally:
-        torch_calls.errors.clear()
+        torch_calls.recorded_errors.clear()
 
 
-def _where(name: str, lines: Lines) -> str:
+def _layer_and_line(node_name: str, model_lines: Lines) -> str:
     """Return `, in layer PATH at FILE:LINE`, as far as a node's name shows them."""
-    found = _NAME.fullmatch(name)
-    if found is None:
+    name_match = _NODE_NAME.fullmatch(node_name)
+    if name_match is None:
         return ""
     path: list[str] = []
-    for part in found[1].split("/")[1:]:
+    for part in name_match[1].split("/")[1:]:
         # A layer of a container has the container's path in its own.
         if path and part.startswith(f"{path[-1]}."):
             path.pop()
         path.append(part)
-    known = list(lines.get((path[-1] if path else "", found[2]), ()))
+    known_lines = list(model_lines.get((path[-1] if path else "", name_match[2]), ()))
     layer = f", in layer {'.'.join(path)}" if path else ""
     return (
-        layer + ("," if not layer and known else "") + (" or".join(known) if len(known) < 4 else "")
+        layer
+        + ("," if not layer and known_lines else "")
+        + (" or".join(known_lines) if len(known_lines) < 4 else "")
     )

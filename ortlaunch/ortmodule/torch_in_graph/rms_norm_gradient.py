@@ -42,8 +42,8 @@ def rms_norm_backward(
     size = x.shape[-1]
     # With means of 0 the gradient of LayerNorm, which torch has as one kernel, differs from that
     # of RMSNorm only by a term: the mean of gradient * scale, which LayerNorm subtracts.
-    of_x, of_scale, _ = torch.ops.aten.native_layer_norm_backward(
+    x_gradient, scale_gradient, _ = torch.ops.aten.native_layer_norm_backward(
         gradient, x, [size], torch.zeros_like(inverse), inverse, scale, None, [True, True, False]
     )
     mean = (gradient @ scale).unsqueeze(-1).mul_(inverse).div_(size)
-    return of_x.add_(mean), of_scale
+    return x_gradient.add_(mean), scale_gradient

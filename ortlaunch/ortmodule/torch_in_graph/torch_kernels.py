@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from ortlaunch.ortmodule.base.counters import tally
 from ortlaunch.ortmodule.base.graph import replace_nodes
 from ortlaunch.ortmodule.base.patching import wrap_method
-from ortlaunch.ortmodule.base.settings import Settings, settings_of
-from ortlaunch.ortmodule.base.source_guard import EVALUATION, TRAINING, owner
+from ortlaunch.ortmodule.base.settings import Settings, attached_settings
+from ortlaunch.ortmodule.base.source_guard import EVALUATION, TRAINING, function_owner
 from ortlaunch.ortmodule.torch_in_graph import attention, dropout, own_operators, rms_norm_gradient
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from ortlaunch.ortmodule.base.ort_types import AnyFunction, Manager
 
-WIDTH = 64
+LEAST_MATRIX_WIDTH = 64
 """The least size of one matrix, in both dimensions, for torch to compute the model's matmuls.
 
 A call of torch costs some microseconds. Measured at widths 64 and 128: no slower than ORT's matmul.
@@ -35,9 +35,9 @@ A call of torch costs some microseconds. Measured at widths 64 and 128: no slowe
 _Kernel = Callable[["Rewriting", "onnx.NodeProto"], bool]
 # torch's codes of the reductions, and of the type float32.
 _REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
-_FLOAT = 6
+_FLOAT32_CODE = 6
 # torch's default ignore_index.
-_IGNORED = -100
+_DEFAULT_IGNORE_INDEX = -100
 
 
 def call_torch_kernels() -> None:
@@ -45,118 +45,127 @@ def call_torch_kernels() -> None:
 
     Its cross entropy is replaced too, because it accepts labels outside the classes.
     """
-    wrap_method(owner(TRAINING), "_build_graph", _building)
-    wrap_method(owner(EVALUATION), "_build_graph", _building_evaluation)
+    wrap_method(function_owner(TRAINING), "_build_graph", _build_with_torch_kernels)
+    wrap_method(function_owner(EVALUATION), "_build_graph", _build_checked_evaluation)
 
 
-def torch_products(settings: Settings) -> bool:
+def torch_computes_products(settings: Settings) -> bool:
     """Return whether torch computes matmuls: unless they are refused, or recomputed.
 
     Even where ORT's matmul alone is as fast, a graph that mixes both is slower, because the threads
     of each library still wait for work, on the same cores, while the other computes. With memory
     optimization the result is False, because ORT's recomputation knows only its own matmuls.
     """
-    recomputes = settings.memory_optimization or settings.memory_optimization_config
-    return settings.torch_matmul is not False and not recomputes
+    has_recomputation = settings.memory_optimization or settings.memory_optimization_config
+    return settings.torch_matmul is not False and not has_recomputation
 
 
-def _building(original: AnyFunction, manager: Manager, *args: object) -> None:
+def _build_with_torch_kernels(original: AnyFunction, manager: Manager, *args: object) -> None:
     original(manager, *args)
     if manager._device.type != "cpu":
         return
-    products = torch_products(settings_of(manager))
-    # torch_products checks only the settings. Gradient checkpointing in the model also enables
+    replaces_products = torch_computes_products(attached_settings(manager))
+    # torch_computes_products checks only the settings. Gradient checkpointing in the model also enables
     # recomputation.
-    if products and manager._runtime_options.memory_optimizer_is_enabled():
-        tally.note(
+    if replaces_products and manager._runtime_options.memory_optimizer_is_enabled():
+        tally.add_note_once(
             "torch_matmul is off: ONNX Runtime's recomputation knows its own matrix products only"
         )
-        products = False
+        replaces_products = False
     recomputes = manager._runtime_options.memory_optimizer_is_enabled()
-    replace(manager._onnx_models.optimized_model.graph, products, recomputes)
+    replace_training_kernels(
+        manager._onnx_models.optimized_model.graph, replaces_products, recomputes
+    )
 
 
-def _building_evaluation(original: AnyFunction, manager: Manager, *args: object) -> None:
+def _build_checked_evaluation(original: AnyFunction, manager: Manager, *args: object) -> None:
     original(manager, *args)
     if manager._device.type == "cpu":
-        _replace(manager._onnx_models.optimized_model.graph, _CHECKED)
+        _replace_nodes_by_kernels(manager._onnx_models.optimized_model.graph, _CHECKED_KERNELS)
 
 
-def replace(graph: onnx.GraphProto, products: bool, recomputes: bool = False) -> None:
+def replace_training_kernels(
+    graph: onnx.GraphProto, replaces_products: bool, recomputes: bool = False
+) -> None:
     """Replace nodes of ORT by torch's operators in an onnx.GraphProto.
 
     Args:
         graph: a graph with a forward and a backward pass; changed in place.
-        products: whether matmuls are replaced.
+        replaces_products: whether matmuls are replaced.
         recomputes: whether the backward pass recomputes parts of the forward pass. If so, the
             operators that it recomputes are not replaced: ORT merges equal calls of torch, which
             keeps their results in memory.
     """
-    wide = _wide(graph)
+    has_wide_matrix = _has_wide_matrix(graph)
     recomputable: dict[str, _Kernel] = {
-        "Gelu": lambda graph, node: _function(graph, node, "gelu", ""),
-        "QuickGelu": _silu,
-        "FastGelu": _fast_gelu,
-        "LayerNormalization": _norm,
-        "Conv": _convolution,
-        "Dropout": _dropout,
-        "DropoutGrad": _dropout_gradient,
+        "Gelu": lambda graph, node: _replace_by_function(graph, node, "gelu", ""),
+        "QuickGelu": _replace_silu,
+        "FastGelu": _replace_fast_gelu,
+        "LayerNormalization": _replace_layer_norm,
+        "Conv": _replace_convolution,
+        "Dropout": _replace_dropout,
+        "DropoutGrad": _replace_dropout_gradient,
     }
     kernels: dict[str, _Kernel] = {
-        **_CHECKED,
-        "SoftmaxCrossEntropyLossInternalGrad": _loss_gradient,
-        "QuickGeluGrad": _silu,
-        "GeluGrad": _gelu_gradient,
-        "FastGeluGrad": _fast_gelu,
-        "LayerNormalizationGrad": _norm_gradient,
-        "SimplifiedLayerNormalizationGrad": _rms_norm_gradient,
-        "GatherElementsGrad": _gather_gradient,
-        "ConvGrad": _convolution,
-        "ATen": attention.share_masks,
+        **_CHECKED_KERNELS,
+        "SoftmaxCrossEntropyLossInternalGrad": _replace_loss_gradient,
+        "QuickGeluGrad": _replace_silu,
+        "GeluGrad": _replace_gelu_gradient,
+        "FastGeluGrad": _replace_fast_gelu,
+        "LayerNormalizationGrad": _replace_layer_norm_gradient,
+        "SimplifiedLayerNormalizationGrad": _replace_rms_norm_gradient,
+        "GatherElementsGrad": _replace_gather_gradient,
+        "ConvGrad": _replace_convolution,
+        "ATen": attention.merge_equal_mask_nodes,
         **({} if recomputes else recomputable),
-        **({"ReduceSum": _sum_of_gradients} if wide else {}),
+        **({"ReduceSum": _replace_bias_gradient_sum} if has_wide_matrix else {}),
         **(
-            {**dict.fromkeys(("MatMul", "FusedMatMul", "Gemm"), _product), "Add": _bias}
-            if products and wide
+            {
+                **dict.fromkeys(("MatMul", "FusedMatMul", "Gemm"), _replace_product),
+                "Add": _add_bias_to_product,
+            }
+            if replaces_products and has_wide_matrix
             else {}
         ),
     }
-    _replace(graph, kernels)
+    _replace_nodes_by_kernels(graph, kernels)
 
 
-def _replace(graph: onnx.GraphProto, kernels: Mapping[str, _Kernel]) -> None:
+def _replace_nodes_by_kernels(
+    graph: onnx.GraphProto, kernel_by_operator: Mapping[str, _Kernel]
+) -> None:
     rewriting = Rewriting(graph)
     for node in graph.node:
-        kernel = kernels.get(node.op_type)
-        if not rewriting.made.intersection(node.output) and not (
+        kernel = kernel_by_operator.get(node.op_type)
+        if not rewriting.torch_outputs.intersection(node.output) and not (
             kernel and kernel(rewriting, node)
         ):
             rewriting.nodes.append(node)
-    replace_nodes(graph, rewriting.living())
-    graph.value_info.extend(rewriting.unknown_values())
+    replace_nodes(graph, rewriting.nodes_in_use())
+    graph.value_info.extend(rewriting.untyped_output_infos())
 
 
 class Rewriting:
     """The original graph, and the nodes of the graph that replaces it."""
 
     def __init__(self, graph: onnx.GraphProto) -> None:
-        self.types = {
+        self.type_by_name = {
             v.name: v.type.tensor_type for v in (*graph.value_info, *graph.input, *graph.output)
         }
-        self.outputs = {value.name for value in graph.output}
-        self.makers = {name: node for node in graph.node for name in node.output}
-        self.users: dict[str, list[onnx.NodeProto]] = {}
+        self.output_names = {value.name for value in graph.output}
+        self.node_by_output = {name: node for node in graph.node for name in node.output}
+        self.users_by_name: dict[str, list[onnx.NodeProto]] = {}
         for node in graph.node:
             for name in node.input:
-                self.users.setdefault(name, []).append(node)
+                self.users_by_name.setdefault(name, []).append(node)
         self.nodes: list[onnx.NodeProto] = []
         # The outputs of torch's operators, and the calls by their first output.
-        self.made: set[str] = set()
-        self.calls: dict[str, onnx.NodeProto] = {}
-        # The outputs of type uint8. `unknown_values` gives all others one common type.
-        self.masks: set[str] = set()
+        self.torch_outputs: set[str] = set()
+        self.call_by_output: dict[str, onnx.NodeProto] = {}
+        # The outputs of type uint8. `untyped_output_infos` gives all others one common type.
+        self.uint8_outputs: set[str] = set()
 
-    def call(self, operator: str, inputs: Sequence[object], outputs: Sequence[str]) -> None:
+    def add_call(self, operator: str, inputs: Sequence[object], outputs: Sequence[str]) -> None:
         """Add a call of torch's `operator`.
 
         Args:
@@ -170,7 +179,7 @@ class Rewriting:
         operator, _, overload = operator.partition(".")
         name = f"{outputs[0]}_{operator}"
         names = [
-            value if isinstance(value, str) else self._constant(f"{name}_{i}", value)
+            value if isinstance(value, str) else self._add_constant(f"{name}_{i}", value)
             for i, value in enumerate(inputs)
         ]
         node = helper.make_node(
@@ -184,219 +193,260 @@ class Rewriting:
             overload_name=overload,
         )
         self.nodes.append(node)
-        self.made.update(outputs)
-        self.calls[outputs[0]] = node
+        self.torch_outputs.update(outputs)
+        self.call_by_output[outputs[0]] = node
 
-    def shape(self, tensor: str, name: str) -> str:
+    def add_shape_node(self, tensor: str, name: str) -> str:
         """Add a Shape node for a tensor; return its output's name."""
         from onnx import helper
 
         self.nodes.append(helper.make_node("Shape", [tensor], [name], name))
         return name
 
-    def _constant(self, name: str, value: Any) -> str:
+    def _add_constant(self, name: str, value: Any) -> str:
         from onnx import TensorProto, helper
 
         values = value if isinstance(value, list) else [value]
-        kind = {bool: TensorProto.BOOL, float: TensorProto.FLOAT}.get(
+        type_code = {bool: TensorProto.BOOL, float: TensorProto.FLOAT}.get(
             type(values[0]), TensorProto.INT64
         )
         tensor = helper.make_tensor(
-            name, kind, [len(values)] if isinstance(value, list) else [], values
+            name, type_code, [len(values)] if isinstance(value, list) else [], values
         )
         self.nodes.append(helper.make_node("Constant", [], [name], name, value=tensor))
         return name
 
-    def rank(self, name: str) -> int | None:
+    def float32_rank(self, tensor_name: str) -> int | None:
         """Return the number of dimensions of a float32 tensor; None if type or rank is unknown."""
-        found = self.types.get(name)
-        if found is None or found.elem_type != 1 or not found.HasField("shape"):
+        tensor_type = self.type_by_name.get(tensor_name)
+        if tensor_type is None or tensor_type.elem_type != 1 or not tensor_type.HasField("shape"):
             return None
-        return len(found.shape.dim)
+        return len(tensor_type.shape.dim)
 
-    def size(self, name: str) -> list[int]:
+    def float32_sizes(self, tensor_name: str) -> list[int]:
         """Return the size of each dimension of a float32 tensor, 0 where the graph lacks it."""
-        return [one.dim_value for one in self.types[name].shape.dim] if self.rank(name) else []
+        return (
+            [dim.dim_value for dim in self.type_by_name[tensor_name].shape.dim]
+            if self.float32_rank(tensor_name)
+            else []
+        )
 
-    def living(self) -> list[onnx.NodeProto]:
+    def nodes_in_use(self) -> list[onnx.NodeProto]:
         """Return the nodes, but leave out each Transpose whose output no node uses."""
-        used = {name for node in self.nodes for name in node.input} | self.outputs
+        used = {name for node in self.nodes for name in node.input} | self.output_names
         return [
             node for node in self.nodes if node.op_type != "Transpose" or node.output[0] in used
         ]
 
-    def unknown_values(self, kind: int = 1) -> list[onnx.ValueInfoProto]:
+    def untyped_output_infos(self, type_code: int = 1) -> list[onnx.ValueInfoProto]:
         """Return type declarations for outputs of torch's operators whose type the graph lacks.
 
         Args:
-            kind: ONNX's code of the type of all outputs but masks (default: float32).
+            type_code: ONNX's code of the type of all outputs but masks (default: float32).
         """
         from onnx import TensorProto, helper
 
-        unknown = sorted(name for name in self.made - self.types.keys() if name)
-        kinds = [TensorProto.UINT8 if name in self.masks else kind for name in unknown]
+        untyped_names = sorted(
+            name for name in self.torch_outputs - self.type_by_name.keys() if name
+        )
+        type_codes = [
+            TensorProto.UINT8 if name in self.uint8_outputs else type_code for name in untyped_names
+        ]
         return [
-            helper.make_tensor_value_info(name, kind, None) for name, kind in zip(unknown, kinds)
+            helper.make_tensor_value_info(name, type_code, None)
+            for name, type_code in zip(untyped_names, type_codes)
         ]
 
 
-def _attributes(node: onnx.NodeProto) -> dict[str, Any]:
+def _attribute_values(node: onnx.NodeProto) -> dict[str, Any]:
     from onnx import helper
 
     return {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
 
 
-def _input(node: onnx.NodeProto, place: int) -> str:
-    return str(node.input[place]) if len(node.input) > place else ""
+def _input_or_empty(node: onnx.NodeProto, position: int) -> str:
+    return str(node.input[position]) if len(node.input) > position else ""
 
 
 # ------------------------------------------------------------------------------------ cross entropy
 
 
-def _fits(graph: Rewriting, forward: onnx.NodeProto) -> bool:
+def _has_row_per_label(graph: Rewriting, forward_node: onnx.NodeProto) -> bool:
     """Return whether the loss has one row of scores for each label."""
-    return 2 in (graph.rank(forward.input[0]), graph.rank(forward.output[1]))
+    return 2 in (
+        graph.float32_rank(forward_node.input[0]),
+        graph.float32_rank(forward_node.output[1]),
+    )
 
 
-def _loss(graph: Rewriting, node: onnx.NodeProto) -> bool:
-    if not _fits(graph, node):
+def _replace_loss(graph: Rewriting, node: onnx.NodeProto) -> bool:
+    if not _has_row_per_label(graph, node):
         return False
-    loss, logs = node.output
-    graph.call("_log_softmax", [node.input[0], 1, False], [logs])
-    weight = _input(node, 2)
-    inputs = [logs, node.input[1], weight, _reduction(node), _input(node, 3) or _IGNORED]
+    loss_name, log_scores = node.output
+    graph.add_call("_log_softmax", [node.input[0], 1, False], [log_scores])
+    weight = _input_or_empty(node, 2)
+    inputs = [
+        log_scores,
+        node.input[1],
+        weight,
+        _reduction_code(node),
+        _input_or_empty(node, 3) or _DEFAULT_IGNORE_INDEX,
+    ]
     # The second output, the labels' total weight, is an input of nll_loss_backward.
-    graph.call("nll_loss_forward", inputs, [loss, _total(node)])
+    graph.add_call("nll_loss_forward", inputs, [loss_name, _total_weight_name(node)])
     return True
 
 
-def _loss_gradient(graph: Rewriting, node: onnx.NodeProto) -> bool:
-    gradient, logs, labels = node.input[:3]
-    forward = graph.makers.get(logs)
+def _replace_loss_gradient(graph: Rewriting, node: onnx.NodeProto) -> bool:
+    gradient, log_scores, labels = node.input[:3]
+    forward_node = graph.node_by_output.get(log_scores)
     if (
-        forward is None
-        or forward.op_type != "SoftmaxCrossEntropyLossInternal"
-        or not _fits(graph, forward)
+        forward_node is None
+        or forward_node.op_type != "SoftmaxCrossEntropyLossInternal"
+        or not _has_row_per_label(graph, forward_node)
     ):
         return False
-    of_labels = f"{node.output[0]}_of_labels"
+    label_gradient = f"{node.output[0]}_of_labels"
     inputs = [
         gradient,
-        logs,
+        log_scores,
         labels,
-        _input(forward, 2),
-        _reduction(forward),
-        _input(node, 4) or _IGNORED,
-        _total(forward),
+        _input_or_empty(forward_node, 2),
+        _reduction_code(forward_node),
+        _input_or_empty(node, 4) or _DEFAULT_IGNORE_INDEX,
+        _total_weight_name(forward_node),
     ]
-    graph.call("nll_loss_backward", inputs, [of_labels])
-    graph.call("_log_softmax_backward_data", [of_labels, logs, 1, _FLOAT], [node.output[0]])
+    graph.add_call("nll_loss_backward", inputs, [label_gradient])
+    graph.add_call(
+        "_log_softmax_backward_data",
+        [label_gradient, log_scores, 1, _FLOAT32_CODE],
+        [node.output[0]],
+    )
     return True
 
 
-def _total(forward: onnx.NodeProto) -> str:
-    return f"{forward.output[0]}_total_weight"
+def _total_weight_name(forward_node: onnx.NodeProto) -> str:
+    return f"{forward_node.output[0]}_total_weight"
 
 
-def _reduction(node: onnx.NodeProto) -> int:
-    return _REDUCTIONS[_attributes(node).get("reduction", b"mean").decode()]
+def _reduction_code(node: onnx.NodeProto) -> int:
+    return _REDUCTIONS[_attribute_values(node).get("reduction", b"mean").decode()]
 
 
 # ------------------------------------------------------------------------------------------ dropout
 
 
-def _dropout(graph: Rewriting, node: onnx.NodeProto) -> bool:
+def _replace_dropout(graph: Rewriting, node: onnx.NodeProto) -> bool:
     """Replace a dropout if its mask is used only by its gradient."""
-    known = graph.types.get(node.input[0])
-    mask = node.output[1] if len(node.output) > 1 else f"{node.output[0]}_mask"
-    only_gradient = all(user.op_type == "DropoutGrad" for user in graph.users.get(mask, ()))
+    input_type = graph.type_by_name.get(node.input[0])
+    mask_name = node.output[1] if len(node.output) > 1 else f"{node.output[0]}_mask"
+    only_gradient = all(
+        user.op_type == "DropoutGrad" for user in graph.users_by_name.get(mask_name, ())
+    )
     if (
-        (known is not None and known.elem_type != 1)
-        or mask in graph.outputs
-        or not (only_gradient and _input(node, 2))
+        (input_type is not None and input_type.elem_type != 1)
+        or mask_name in graph.output_names
+        or not (only_gradient and _input_or_empty(node, 2))
     ):
         return False
     dropout.define_operators()
-    graph.masks.add(_bytes(mask))
-    graph.call(
+    graph.uint8_outputs.add(_byte_mask_name(mask_name))
+    graph.add_call(
         dropout.FORWARD,
-        [node.input[0], _input(node, 1) or 0.5, node.input[2]],
-        [node.output[0], _bytes(mask)],
+        [node.input[0], _input_or_empty(node, 1) or 0.5, node.input[2]],
+        [node.output[0], _byte_mask_name(mask_name)],
     )
     return True
 
 
-def _dropout_gradient(graph: Rewriting, node: onnx.NodeProto) -> bool:
-    if _bytes(node.input[1]) not in graph.masks:
+def _replace_dropout_gradient(graph: Rewriting, node: onnx.NodeProto) -> bool:
+    if _byte_mask_name(node.input[1]) not in graph.uint8_outputs:
         return False
-    inputs = [node.input[0], _bytes(node.input[1]), _input(node, 2) or 0.5, node.input[3]]
-    graph.call(dropout.BACKWARD, inputs, node.output)
+    inputs = [
+        node.input[0],
+        _byte_mask_name(node.input[1]),
+        _input_or_empty(node, 2) or 0.5,
+        node.input[3],
+    ]
+    graph.add_call(dropout.BACKWARD, inputs, node.output)
     return True
 
 
-def _bytes(mask: str) -> str:
-    return f"{mask}_bytes"
+def _byte_mask_name(mask_name: str) -> str:
+    return f"{mask_name}_bytes"
 
 
 # --------------------------------------------- GELU, LayerNorm, gather, convolutions
 
 
-def _function(graph: Rewriting, node: onnx.NodeProto, operator: str, *options: str) -> bool:
+def _replace_by_function(
+    graph: Rewriting, node: onnx.NodeProto, operator: str, *extra_arguments: str
+) -> bool:
     # Of a gradient, the last input is that of the forward pass, whose type is known more often.
-    known = graph.types.get(node.input[-1])
-    # `unknown_values` declares the outputs as float32.
-    if known is not None and known.elem_type != 1:
+    input_type = graph.type_by_name.get(node.input[-1])
+    # `untyped_output_infos` declares the outputs as float32.
+    if input_type is not None and input_type.elem_type != 1:
         return False
-    graph.call(operator, [*node.input, *options], node.output)
+    graph.add_call(operator, [*node.input, *extra_arguments], node.output)
     return True
 
 
-def _gelu_gradient(graph: Rewriting, node: onnx.NodeProto) -> bool:
-    graph.call("gelu_backward", [*node.input, ""], node.output)
+def _replace_gelu_gradient(graph: Rewriting, node: onnx.NodeProto) -> bool:
+    graph.add_call("gelu_backward", [*node.input, ""], node.output)
     return True
 
 
-def _fast_gelu(graph: Rewriting, node: onnx.NodeProto) -> bool:
+def _replace_fast_gelu(graph: Rewriting, node: onnx.NodeProto) -> bool:
     """Replace a GELU by its tanh form, or its gradient, without the bias that ORT can add."""
-    gradient = node.op_type == "FastGeluGrad"
-    if len(node.input) != 1 + gradient:
+    is_gradient = node.op_type == "FastGeluGrad"
+    if len(node.input) != 1 + is_gradient:
         return False
     own_operators.define_operators()
-    operator = own_operators.GELU_BACKWARD if gradient else own_operators.GELU
-    return _function(graph, node, operator)
+    operator = own_operators.GELU_BACKWARD if is_gradient else own_operators.GELU
+    return _replace_by_function(graph, node, operator)
 
 
-def _silu(graph: Rewriting, node: onnx.NodeProto) -> bool:
+def _replace_silu(graph: Rewriting, node: onnx.NodeProto) -> bool:
     """Replace x * sigmoid(alpha * x) or its gradient, where alpha is 1."""
     operator = "silu" if node.op_type == "QuickGelu" else "silu_backward"
-    return _attributes(node).get("alpha") == 1.0 and _function(graph, node, operator)
+    return _attribute_values(node).get("alpha") == 1.0 and _replace_by_function(
+        graph, node, operator
+    )
 
 
-def _norm(graph: Rewriting, node: onnx.NodeProto) -> bool:
+def _replace_layer_norm(graph: Rewriting, node: onnx.NodeProto) -> bool:
     """Replace a LayerNorm over the last dimension."""
     x, scale = node.input[:2]
-    settings = _attributes(node)
-    last = settings.get("axis", -1) in (-1, (graph.rank(x) or 0) - 1)
-    if not (last and graph.rank(scale) == 1):
+    settings = _attribute_values(node)
+    is_last_axis = settings.get("axis", -1) in (-1, (graph.float32_rank(x) or 0) - 1)
+    if not (is_last_axis and graph.float32_rank(scale) == 1):
         return False
     # The mean and the inverse of the deviation are optional in ONNX only.
-    names = [name or f"{node.name}_{place}" for place, name in enumerate([*node.output, "", ""])]
-    shape = graph.shape(scale, f"{names[0]}_shape")
-    inputs = [x, shape, scale, _input(node, 2), settings.get("epsilon", 1e-5)]
-    graph.call("native_layer_norm", inputs, names[:3])
+    names = [
+        name or f"{node.name}_{output_index}"
+        for output_index, name in enumerate([*node.output, "", ""])
+    ]
+    shape = graph.add_shape_node(scale, f"{names[0]}_shape")
+    inputs = [x, shape, scale, _input_or_empty(node, 2), settings.get("epsilon", 1e-5)]
+    graph.add_call("native_layer_norm", inputs, names[:3])
     return True
 
 
-def _norm_gradient(graph: Rewriting, node: onnx.NodeProto) -> bool:
+def _replace_layer_norm_gradient(graph: Rewriting, node: onnx.NodeProto) -> bool:
     """Replace the gradient of a LayerNorm over the last dimension."""
     gradient, x, scale, mean, inverse = node.input
-    last = _attributes(node).get("axis", -1) in (-1, (graph.rank(x) or 0) - 1)
-    if not (last and graph.rank(scale) == 1 and len(node.output) == 3 and all(node.output)):
+    is_last_axis = _attribute_values(node).get("axis", -1) in (-1, (graph.float32_rank(x) or 0) - 1)
+    if not (
+        is_last_axis
+        and graph.float32_rank(scale) == 1
+        and len(node.output) == 3
+        and all(node.output)
+    ):
         return False
     inputs = [
         gradient,
         x,
-        graph.shape(scale, f"{node.output[0]}_shape"),
+        graph.add_shape_node(scale, f"{node.output[0]}_shape"),
         mean,
         inverse,
         scale,
@@ -404,74 +454,92 @@ def _norm_gradient(graph: Rewriting, node: onnx.NodeProto) -> bool:
         scale,
         [True] * 3,
     ]
-    graph.call("native_layer_norm_backward", inputs, node.output)
+    graph.add_call("native_layer_norm_backward", inputs, node.output)
     return True
 
 
-def _rms_norm_gradient(graph: Rewriting, node: onnx.NodeProto) -> bool:
+def _replace_rms_norm_gradient(graph: Rewriting, node: onnx.NodeProto) -> bool:
     """Replace the gradient of an RMSNorm over the last dimension."""
     x, scale = node.input[1:3]
-    last = _attributes(node).get("axis", -1) in (-1, (graph.rank(x) or 0) - 1)
-    if not (last and graph.rank(scale) == 1 and len(node.output) == 2 and all(node.output)):
+    is_last_axis = _attribute_values(node).get("axis", -1) in (-1, (graph.float32_rank(x) or 0) - 1)
+    if not (
+        is_last_axis
+        and graph.float32_rank(scale) == 1
+        and len(node.output) == 2
+        and all(node.output)
+    ):
         return False
     rms_norm_gradient.define_operators()
-    graph.call(rms_norm_gradient.BACKWARD, [*node.input], node.output)
+    graph.add_call(rms_norm_gradient.BACKWARD, [*node.input], node.output)
     return True
 
 
-def _gather(graph: Rewriting, node: onnx.NodeProto) -> bool:
-    # `unknown_values` declares an output as float32.
-    if graph.rank(node.input[0]) is None and node.output[0] not in graph.types:
+def _replace_gather(graph: Rewriting, node: onnx.NodeProto) -> bool:
+    # `untyped_output_infos` declares an output as float32.
+    if graph.float32_rank(node.input[0]) is None and node.output[0] not in graph.type_by_name:
         return False
-    axis = _attributes(node).get("axis", 0)
-    graph.call("gather", [node.input[0], axis, node.input[1], False], node.output)
+    axis = _attribute_values(node).get("axis", 0)
+    graph.add_call("gather", [node.input[0], axis, node.input[1], False], node.output)
     return True
 
 
-def _gather_gradient(graph: Rewriting, node: onnx.NodeProto) -> bool:
+def _replace_gather_gradient(graph: Rewriting, node: onnx.NodeProto) -> bool:
     gradient, shape, indices = node.input
-    if graph.rank(gradient) is None:
+    if graph.float32_rank(gradient) is None:
         return False
     own_operators.define_operators()
-    axis = _attributes(node).get("axis", 0)
-    graph.call(own_operators.GATHER_BACKWARD, [gradient, shape, indices, axis], node.output)
+    axis = _attribute_values(node).get("axis", 0)
+    graph.add_call(own_operators.GATHER_BACKWARD, [gradient, shape, indices, axis], node.output)
     return True
 
 
-def _convolution(graph: Rewriting, node: onnx.NodeProto) -> bool:
+def _replace_convolution(graph: Rewriting, node: onnx.NodeProto) -> bool:
     """Replace a convolution or its gradient, if it pads both ends alike."""
-    settings = _attributes(node)
-    size = len(settings.get("kernel_shape", ()))
-    pads = settings.get("pads", [0] * 2 * size)
-    plain = settings.get("auto_pad", b"NOTSET") == b"NOTSET" and pads[:size] == pads[size:]
+    settings = _attribute_values(node)
+    spatial_rank = len(settings.get("kernel_shape", ()))
+    pads = settings.get("pads", [0] * 2 * spatial_rank)
+    is_symmetric = (
+        settings.get("auto_pad", b"NOTSET") == b"NOTSET"
+        and pads[:spatial_rank] == pads[spatial_rank:]
+    )
     weight = node.input[1 + (node.op_type == "ConvGrad")]
-    if not (size and plain and graph.rank(weight) == size + 2):
+    if not (spatial_rank and is_symmetric and graph.float32_rank(weight) == spatial_rank + 2):
         return False
-    form = [settings.get("strides", [1] * size), pads[:size], settings.get("dilations", [1] * size)]
+    conv_settings = [
+        settings.get("strides", [1] * spatial_rank),
+        pads[:spatial_rank],
+        settings.get("dilations", [1] * spatial_rank),
+    ]
     groups = settings.get("group", 1)
     if node.op_type == "Conv":
-        rest = [*form, False, [0] * size, groups]
-        graph.call("convolution", [*node.input[:2], _input(node, 2), *rest], node.output)
+        conv_arguments = [*conv_settings, False, [0] * spatial_rank, groups]
+        graph.add_call(
+            "convolution", [*node.input[:2], _input_or_empty(node, 2), *conv_arguments], node.output
+        )
         return True
     own_operators.define_operators()
     names = [*node.output, "", ""][:3]
-    wanted = sum(1 << place for place, name in enumerate(names) if name)
-    outputs = [name or f"{node.name}_{place}" for place, name in enumerate(names)]
-    graph.call(own_operators.CONVOLUTION_BACKWARD, [*node.input, *form, groups, wanted], outputs)
+    wanted_bits = sum(1 << output_index for output_index, name in enumerate(names) if name)
+    outputs = [name or f"{node.name}_{output_index}" for output_index, name in enumerate(names)]
+    graph.add_call(
+        own_operators.CONVOLUTION_BACKWARD,
+        [*node.input, *conv_settings, groups, wanted_bits],
+        outputs,
+    )
     return True
 
 
 # ------------------------------------------------------------------------------------------ matmuls
 
 
-def _wide(graph: onnx.GraphProto) -> bool:
+def _has_wide_matrix(graph: onnx.GraphProto) -> bool:
     """Return whether a graph input or initializer is a matrix of at least WIDTH x WIDTH."""
     shapes = [[d.dim_value for d in v.type.tensor_type.shape.dim] for v in graph.input]
     shapes += [list(tensor.dims) for tensor in graph.initializer]
-    return any(len(shape) == 2 and min(shape) >= WIDTH for shape in shapes)
+    return any(len(shape) == 2 and min(shape) >= LEAST_MATRIX_WIDTH for shape in shapes)
 
 
-def _product(graph: Rewriting, node: onnx.NodeProto) -> bool:
+def _replace_product(graph: Rewriting, node: onnx.NodeProto) -> bool:
     """Replace a matmul op(a) op(b), where op may transpose.
 
     b must be a matrix. If a is transposed, a must be a matrix too. If a is transposed, and the only
@@ -479,94 +547,102 @@ def _product(graph: Rewriting, node: onnx.NodeProto) -> bool:
     one dimension, unless a is transposed.
     """
     a, b = node.input[:2]
-    bias = _input(node, 2)
-    settings = _attributes(node)
-    ranks = (2, 2) if node.op_type == "Gemm" else (graph.rank(a), graph.rank(b))
-    plain = (
+    bias = _input_or_empty(node, 2)
+    settings = _attribute_values(node)
+    ranks = (2, 2) if node.op_type == "Gemm" else (graph.float32_rank(a), graph.float32_rank(b))
+    is_plain = (
         settings.get("alpha", 1.0) == 1.0
         and not settings.get("transBatchA")
         and not settings.get("transBatchB")
     )
-    if ranks[1] != 2 or not plain or (settings.get("transA") and ranks[0] != 2):
+    if ranks[1] != 2 or not is_plain or (settings.get("transA") and ranks[0] != 2):
         return False
-    b, over_b = _untransposed(graph, b, settings.get("transB", 0))
-    a, over_a = _untransposed(graph, a, settings.get("transA", 0)) if ranks[0] == 2 else (a, False)
-    if bias and (over_a or settings.get("beta", 1.0) != 1.0 or graph.rank(bias) != 1):
+    b, is_b_transposed = _skip_transposes(graph, b, settings.get("transB", 0))
+    a, is_a_transposed = (
+        _skip_transposes(graph, a, settings.get("transA", 0)) if ranks[0] == 2 else (a, False)
+    )
+    if bias and (
+        is_a_transposed or settings.get("beta", 1.0) != 1.0 or graph.float32_rank(bias) != 1
+    ):
         return False
-    if not over_a:
-        if over_b:
-            graph.call("linear", [a, b, bias], node.output)
+    if not is_a_transposed:
+        if is_b_transposed:
+            graph.add_call("linear", [a, b, bias], node.output)
         elif bias:
             # As transformers' Conv1D writes it.
-            graph.call("addmm", [bias, a, b, "", ""], node.output)
+            graph.add_call("addmm", [bias, a, b, "", ""], node.output)
         else:
-            graph.call("matmul", [a, b], node.output)
+            graph.add_call("matmul", [a, b], node.output)
         return True
     # tensordot contracts over either dimension of a matrix, so no matrix is copied for a transpose.
-    users = graph.users.get(node.output[0], [])
-    if len(users) == 1 and users[0].op_type == "Transpose" and node.output[0] not in graph.outputs:
-        graph.call("tensordot", [b, a, [int(over_b)], [0]], users[0].output)
+    users = graph.users_by_name.get(node.output[0], [])
+    if (
+        len(users) == 1
+        and users[0].op_type == "Transpose"
+        and node.output[0] not in graph.output_names
+    ):
+        graph.add_call("tensordot", [b, a, [int(is_b_transposed)], [0]], users[0].output)
     else:
-        graph.call("tensordot", [a, b, [0], [int(over_b)]], node.output)
+        graph.add_call("tensordot", [a, b, [0], [int(is_b_transposed)]], node.output)
     return True
 
 
-def _bias(graph: Rewriting, node: onnx.NodeProto) -> bool:
+def _add_bias_to_product(graph: Rewriting, node: onnx.NodeProto) -> bool:
     """Let a matmul by torch add the bias that the node adds to its result."""
     for product, bias in (node.input, reversed(node.input)):
-        call = graph.calls.get(product)
+        call = graph.call_by_output.get(product)
         if (
             call is not None
             and call.attribute[0].s == b"linear"
             # A Gemm's bias is there already.
             and not call.input[2]
-            and graph.users[product] == [node]
-            and product not in graph.outputs
-            and graph.rank(bias) == 1
-            and graph.size(bias) == graph.size(call.input[1])[:1] != [0]
+            and graph.users_by_name[product] == [node]
+            and product not in graph.output_names
+            and graph.float32_rank(bias) == 1
+            and graph.float32_sizes(bias) == graph.float32_sizes(call.input[1])[:1] != [0]
         ):
             call.input[2] = bias
             call.output[0] = node.output[0]
-            graph.made.add(node.output[0])
+            graph.torch_outputs.add(node.output[0])
             return True
     return False
 
 
-def _sum_of_gradients(graph: Rewriting, node: onnx.NodeProto) -> bool:
+def _replace_bias_gradient_sum(graph: Rewriting, node: onnx.NodeProto) -> bool:
     """Replace the sum over samples that is the gradient of a bias."""
-    known = graph.types.get(node.output[0])
+    output_type = graph.type_by_name.get(node.output[0])
     if (
-        node.output[0] not in graph.outputs
-        or known is None
-        or known.elem_type != 1
-        or not _input(node, 1)
-        or _attributes(node).get("keepdims", 1)
+        node.output[0] not in graph.output_names
+        or output_type is None
+        or output_type.elem_type != 1
+        or not _input_or_empty(node, 1)
+        or _attribute_values(node).get("keepdims", 1)
     ):
         return False
     # torch's missing last input is the type of the result.
-    graph.call("sum.dim_IntList", [*node.input, False, ""], node.output)
+    graph.add_call("sum.dim_IntList", [*node.input, False, ""], node.output)
     return True
 
 
-def _untransposed(graph: Rewriting, name: str, transposed: int) -> tuple[str, bool]:
+def _skip_transposes(graph: Rewriting, matrix_name: str, transpose_flag: int) -> tuple[str, bool]:
     """Skip Transpose nodes above a matrix.
 
     Return the original matrix, and whether the product needs its transpose.
     """
-    over = bool(transposed)
+    needs_transpose = bool(transpose_flag)
     while (
-        name not in graph.made
-        and name in graph.makers
-        and graph.makers[name].op_type == "Transpose"
+        matrix_name not in graph.torch_outputs
+        and matrix_name in graph.node_by_output
+        and graph.node_by_output[matrix_name].op_type == "Transpose"
     ):
-        name = graph.makers[name].input[0]
-        over = not over
-    return name, over
+        matrix_name = graph.node_by_output[matrix_name].input[0]
+        needs_transpose = not needs_transpose
+    return matrix_name, needs_transpose
 
 
 # In evaluation graphs, too: torch's checks of labels and indices, and its sigmoid.
-_CHECKED: dict[str, _Kernel] = {
-    "SoftmaxCrossEntropyLossInternal": _loss,
-    "GatherElements": _gather,
-    "Sigmoid": lambda graph, node: _function(graph, node, "sigmoid"),
+_CHECKED_KERNELS: dict[str, _Kernel] = {
+    "SoftmaxCrossEntropyLossInternal": _replace_loss,
+    "GatherElements": _replace_gather,
+    "Sigmoid": lambda graph, node: _replace_by_function(graph, node, "sigmoid"),
 }

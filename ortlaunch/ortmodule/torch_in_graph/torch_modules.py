@@ -24,9 +24,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ortlaunch.errors import EngineError
 from ortlaunch.ortmodule.base.counters import tally
-from ortlaunch.ortmodule.base.export import Export, own_path
-from ortlaunch.ortmodule.base.settings import SettingError, settings_of
-from ortlaunch.ortmodule.base.torch_calls import as_function, untraced
+from ortlaunch.ortmodule.base.export import Export, path_in_model
+from ortlaunch.ortmodule.base.settings import SettingError, attached_settings
+from ortlaunch.ortmodule.base.torch_calls import create_call_function, pause_tracing
 from ortlaunch.ortmodule.build import extensions
 from ortlaunch.ortmodule.tracing import grad_mode, python_state
 
@@ -35,224 +35,274 @@ if TYPE_CHECKING:
 
 # Layers of torch.nn that cannot be traced: sizes or checks that depend on values, or in-place
 # changes of a buffer at which the exporter fails.
-_NO_TRACE = (
+_UNTRACEABLE_LAYERS = (
     nn.AdaptiveLogSoftmaxWithLoss,
     nn.MaxUnpool1d,
     nn.MaxUnpool2d,
     nn.MaxUnpool3d,
     parametrizations._SpectralNorm,
 )
-_MARK = "_ortlaunch_torch"
+_PATH_ATTRIBUTE = "_ortlaunch_torch"
 
 
-def paths(export: Export) -> list[str]:
+def torch_layer_paths(export: Export) -> list[str]:
     """Return the paths of the layers that run as torch, without layers inside them.
 
     The layers are those requested or detected; the paths are those of the flattened module.
     """
-    found: set[str] = set(chosen(export.options))
-    if _by_rule(export.options):
-        found.update(
-            path for path, layer in export.module.named_modules() if type(layer) in _NO_TRACE
+    layer_paths: set[str] = set(detected_torch_layers(export.options))
+    if _detects_automatically(export.options):
+        layer_paths.update(
+            path
+            for path, layer in export.module.named_modules()
+            if type(layer) in _UNTRACEABLE_LAYERS
         )
     layers = [path for path, _ in export.module.named_modules() if path]
-    for pattern in settings_of(export.options).torch_modules:
-        named = [path for path in layers if _is_named(path, pattern)]
-        if not named:
-            some = ", ".join(own_path(path) for path in layers[1:7])
+    for pattern in attached_settings(export.options).torch_modules:
+        matching_paths = [path for path in layers if _matches_pattern(path, pattern)]
+        if not matching_paths:
+            example_paths = ", ".join(path_in_model(path) for path in layers[1:7])
             raise SettingError(
-                "torch_modules", f"{pattern} names no layer of the model; it has {some}, ..."
+                "torch_modules",
+                f"{pattern} names no layer of the model; it has {example_paths}, ...",
             )
-        found.update(named)
+        layer_paths.update(matching_paths)
     return sorted(
-        path for path in found if not any(path.startswith(f"{outer}.") for outer in found)
+        path
+        for path in layer_paths
+        if not any(path.startswith(f"{outer}.") for outer in layer_paths)
     )
 
 
-def chosen(options: RuntimeOptions) -> set[str]:
+def detected_torch_layers(options: RuntimeOptions) -> set[str]:
     """Return the layers for which earlier exports of this module detected that they need torch."""
-    known: set[str] = vars(options).setdefault("_ortlaunch_layers", set())
-    return known
+    detected: set[str] = vars(options).setdefault("_ortlaunch_layers", set())
+    return detected
 
 
-class OnceMore(Exception):
+class RepeatExport(Exception):
     """Raised when an export has detected a layer that must run as torch; the export is repeated."""
 
 
-def instead(export: Export, path: str, why: str) -> Exception:
+def mark_layer_and_get_error(export: Export, path: str, reason: str) -> Exception:
     """Return the exception to raise for a layer that is wrong in ORT's graph.
 
     Args:
         export: the current export.
         path: the layer's path in the flattened module.
-        why: the reason, for the note or the error.
+        reason: the reason, for the note or the error.
 
     Returns:
         OnceMore if the layer can run as torch in a further export, else an EngineError with the
             reason.
     """
-    if not _by_rule(export.options) or "." not in path:
-        return EngineError(why)
-    chosen(export.options).add(path)
-    tally.note(f"{path.partition('.')[2]} runs as torch inside ONNX Runtime's graph: {why}")
-    return OnceMore(path)
+    if not _detects_automatically(export.options) or "." not in path:
+        return EngineError(reason)
+    detected_torch_layers(export.options).add(path)
+    tally.add_note_once(
+        f"{path.partition('.')[2]} runs as torch inside ONNX Runtime's graph: {reason}"
+    )
+    return RepeatExport(path)
 
 
-def _by_rule(options: RuntimeOptions) -> bool:
-    return settings_of(options).torch_operators == "auto" and not extensions.interop_refusal()
+def _detects_automatically(options: RuntimeOptions) -> bool:
+    return (
+        attached_settings(options).torch_operators == "auto"
+        and not extensions.interop_refusal_reason()
+    )
 
 
-def _is_named(path: str, pattern: str) -> bool:
-    plain = own_path(path)
+def _matches_pattern(path: str, pattern: str) -> bool:
+    plain = path_in_model(path)
     return fnmatch.fnmatchcase(plain, pattern) or fnmatch.fnmatchcase(plain, f"*.{pattern}")
 
 
-def inside(name: str, outer: Sequence[str]) -> bool:
-    """Return whether a layer or buffer is one of the layers `outer`, or inside one."""
-    return any(name == path or name.startswith(f"{path}.") for path in outer)
+def is_inside_layers(name: str, layer_paths: Sequence[str]) -> bool:
+    """Return whether a layer or buffer is one of the layers `layer_paths`, or inside one."""
+    return any(name == path or name.startswith(f"{path}.") for path in layer_paths)
 
 
 @contextlib.contextmanager
-def called(export: Export) -> Iterator[None]:
+def call_layers_whole(export: Export) -> Iterator[None]:
     """Turn each such layer into one call in exports."""
-    marked = [(path, export.module.get_submodule(path)) for path in paths(export)]
-    plain = nn.Module.__call__
+    marked_layers = [
+        (path, export.module.get_submodule(path)) for path in torch_layer_paths(export)
+    ]
+    original_call = nn.Module.__call__
     # For layers with buffers: an output of the layer's previous call.
-    before: dict[str, torch.Tensor] = {}
+    previous_outputs: dict[str, torch.Tensor] = {}
 
-    def call(layer: nn.Module, *args: object, **kwargs: object) -> object:
-        path = vars(layer).get(_MARK)
+    def call_or_record(layer: nn.Module, *args: object, **kwargs: object) -> object:
+        path = vars(layer).get(_PATH_ATTRIBUTE)
         if path is None or _running:
-            return plain(layer, *args, **kwargs)
+            return original_call(layer, *args, **kwargs)
         # An export itself runs with gradients off.
-        derives = grad_mode.at_start(export.training)
+        gradients_enabled = grad_mode.starting_grad_mode(export.training)
         if torch.jit.is_tracing():
-            result, tensor = _as_node(path, layer, plain, (args, kwargs), before.get(path), derives)
+            result, tensor = _record_as_node(
+                path,
+                layer,
+                original_call,
+                (args, kwargs),
+                previous_outputs.get(path),
+                gradients_enabled,
+            )
             if next(layer.buffers(), None) is not None:
-                before[path] = tensor
+                previous_outputs[path] = tensor
             return result
-        with _unseen(), torch.set_grad_enabled(derives or torch.is_grad_enabled()):
-            return plain(layer, *args, **kwargs)
+        with (
+            _hide_from_trace(),
+            torch.set_grad_enabled(gradients_enabled or torch.is_grad_enabled()),
+        ):
+            return original_call(layer, *args, **kwargs)
 
-    for path, layer in marked:
+    for path, layer in marked_layers:
         # An attribute, because copies of the layer keep it.
-        vars(layer)[_MARK] = own_path(path)
+        vars(layer)[_PATH_ATTRIBUTE] = path_in_model(path)
     try:
-        with mock.patch.object(nn.Module, "__call__", call) if marked else contextlib.nullcontext():
+        with (
+            mock.patch.object(nn.Module, "__call__", call_or_record)
+            if marked_layers
+            else contextlib.nullcontext()
+        ):
             yield
     finally:
-        for _, layer in marked:
-            vars(layer).pop(_MARK, None)
+        for _, layer in marked_layers:
+            vars(layer).pop(_PATH_ATTRIBUTE, None)
 
 
 _running: list[None] = []
 
 
-def is_running() -> bool:
+def is_layer_running() -> bool:
     """Return whether one of these layers is running as torch, hidden from the export."""
     return bool(_running)
 
 
 @contextlib.contextmanager
-def _unseen() -> Iterator[None]:
+def _hide_from_trace() -> Iterator[None]:
     """Hide the layer's code from the trace and from the code that watches it.
 
     The states of Python's and NumPy's random generators are restored afterwards.
     """
-    python = random.getstate()
-    array = numpy.random.get_state()
+    python_random_state = random.getstate()
+    numpy_random_state = numpy.random.get_state()
     _running.append(None)
     try:
-        with untraced(), python_state.unnoted():
+        with pause_tracing(), python_state.pause_recording():
             yield
     finally:
         _running.pop()
-        random.setstate(python)
-        numpy.random.set_state(array)
+        random.setstate(python_random_state)
+        numpy.random.set_state(numpy_random_state)
 
 
-def _as_node(
+def _record_as_node(
     path: str,
     layer: nn.Module,
-    plain: AnyFunction,
+    original_call: AnyFunction,
     arguments: tuple[Args, Kwargs],
-    before: torch.Tensor | None,
-    derives: bool,
+    previous_output: torch.Tensor | None,
+    gradients_enabled: bool,
 ) -> tuple[object, torch.Tensor]:
     """Call a layer as a custom autograd function, which a trace records as one node.
 
     Args:
         path: the layer's path.
         layer: the layer.
-        plain: the original nn.Module.__call__.
+        original_call: the original nn.Module.__call__.
         arguments: the positional and keyword arguments of the call.
-        before: an output of the layer's previous call. Without this dependency ORT might run the
+        previous_output: an output of the layer's previous call. Without this dependency ORT might run the
             later call first, which changes the layer's buffers.
-        derives: whether gradients are on where the layer runs, as it may compute with some itself.
+        gradients_enabled: whether gradients are on where the layer runs, as it may compute with some itself.
 
     Returns:
         The layer's result, and a tensor of it.
     """
-    given, form = tree_flatten(arguments)
-    places = [i for i, value in enumerate(given) if isinstance(value, torch.Tensor)]
-    rest = [None if i in places else value for i, value in enumerate(given)]
+    flat_arguments, argument_structure = tree_flatten(arguments)
+    tensor_positions = [
+        i for i, value in enumerate(flat_arguments) if isinstance(value, torch.Tensor)
+    ]
+    other_values = [
+        None if i in tensor_positions else value for i, value in enumerate(flat_arguments)
+    ]
     weights = [weight for weight in layer.parameters() if weight.requires_grad]
-    held = weakref.ref(layer)
-    result = _Result(path)
+    layer_reference = weakref.ref(layer)
+    result_structure = _ResultStructure(path)
     # ORT calls the layer outside the user's autocast context, so that of the export is restored.
-    casts = _autocast()
+    autocast_state = _autocast_state()
 
-    def outside(leaf: torch.Tensor) -> None:
+    def refuse_outside_gradient(leaf: torch.Tensor) -> None:
         raise RuntimeError(
             f"a loss was computed with a tensor that {path}, which runs as torch, keeps outside "
             "its result: its gradient would not reach the layers before. Return the tensor from "
             "the layer's and the model's forward"
         )
 
-    def run(*tensors: torch.Tensor) -> list[torch.Tensor]:
-        values = list(rest)
-        for place, tensor in zip(places, tensors):
+    def run_layer(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        values = list(other_values)
+        for position, tensor in zip(tensor_positions, tensors):
             # A clone, because the layer may change its inputs in place.
-            values[place] = tensor.clone() if tensor.requires_grad else tensor
+            values[position] = tensor.clone() if tensor.requires_grad else tensor
             if tensor.requires_grad:
                 # The graph's own backward pass does not call this hook.
-                tensor.register_post_accumulate_grad_hook(outside)
-        inner_args, inner_kwargs = tree_unflatten(values, form)
-        module = held()
+                tensor.register_post_accumulate_grad_hook(refuse_outside_gradient)
+        inner_args, inner_kwargs = tree_unflatten(values, argument_structure)
+        module = layer_reference()
         assert module is not None, f"{path} is gone"
         # _version counts the in-place changes of a tensor.
-        before = [value._version for value in values if isinstance(value, torch.Tensor)]
-        with torch.autocast(*casts), torch.set_grad_enabled(derives or torch.is_grad_enabled()):
-            outputs = result.flatten(plain(module, *inner_args, **inner_kwargs))
-        if before != [value._version for value in values if isinstance(value, torch.Tensor)]:
+        versions_before = [value._version for value in values if isinstance(value, torch.Tensor)]
+        with (
+            torch.autocast(*autocast_state),
+            torch.set_grad_enabled(gradients_enabled or torch.is_grad_enabled()),
+        ):
+            outputs = result_structure.check_and_flatten(
+                original_call(module, *inner_args, **inner_kwargs)
+            )
+        if versions_before != [
+            value._version for value in values if isinstance(value, torch.Tensor)
+        ]:
             raise RuntimeError(
                 f"{path} changes a tensor that it is given, which ONNX Runtime's graph would not "
                 "see"
             )
         return outputs
 
-    tensors = [*(given[place] for place in places), *([] if before is None else [before.detach()])]
-    kept = frozenset(range(len(tensors), len(tensors) + len(weights)))
-    function = as_function(
-        f"module {path}".replace(" ", "."), run, kept, own=weights, around=_quiet
+    tensors = [
+        *(flat_arguments[position] for position in tensor_positions),
+        *([] if previous_output is None else [previous_output.detach()]),
+    ]
+    kept_positions = frozenset(range(len(tensors), len(tensors) + len(weights)))
+    function = create_call_function(
+        f"module {path}".replace(" ", "."),
+        run_layer,
+        kept_positions,
+        own_weights=weights,
+        forward_context=_hide_if_tracing,
     )
     outputs = function.apply(*tensors, *weights)
-    return result.restored(outputs), outputs[0] if isinstance(outputs, tuple) else outputs
+    return result_structure.restore_result(outputs), outputs[0] if isinstance(
+        outputs, tuple
+    ) else outputs
 
 
-def _autocast() -> tuple[str, torch.dtype, bool]:
-    device = "cuda" if torch.is_autocast_enabled("cuda") else "cpu"
-    return device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+def _autocast_state() -> tuple[str, torch.dtype, bool]:
+    device_type = "cuda" if torch.is_autocast_enabled("cuda") else "cpu"
+    return (
+        device_type,
+        torch.get_autocast_dtype(device_type),
+        torch.is_autocast_enabled(device_type),
+    )
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _hide_if_tracing() -> Iterator[None]:
     """Hide the layer's code in an export; do nothing when ORT's graph runs."""
-    with _unseen() if torch.jit.is_tracing() else contextlib.nullcontext():
+    with _hide_from_trace() if torch.jit.is_tracing() else contextlib.nullcontext():
         yield
 
 
-class _Result:
+class _ResultStructure:
     """The structure of a layer's result.
 
     The tensors go through the graph. All other values must stay as in the export.
@@ -260,24 +310,30 @@ class _Result:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._form: Any = None
-        self._rest: list[object] = []
-        self._kinds: list[Any] = []
+        self._structure: Any = None
+        self._other_values: list[object] = []
+        self._tensor_types: list[Any] = []
 
-    def flatten(self, result: object) -> list[torch.Tensor]:
-        values, form = tree_flatten(result)
+    def check_and_flatten(self, result: object) -> list[torch.Tensor]:
+        values, structure = tree_flatten(result)
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
-        rest = [None if isinstance(value, torch.Tensor) else value for value in values]
-        kinds = [(tensor.dtype, tensor.dim()) for tensor in tensors]
-        if self._form is None:
-            self._form = form
-            self._rest = rest
-            self._kinds = kinds
-            self._places = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor)]
-        if form != self._form or kinds != self._kinds or repr(rest) != repr(self._rest):
+        other_values = [None if isinstance(value, torch.Tensor) else value for value in values]
+        tensor_types = [(tensor.dtype, tensor.dim()) for tensor in tensors]
+        if self._structure is None:
+            self._structure = structure
+            self._other_values = other_values
+            self._tensor_types = tensor_types
+            self._tensor_positions = [
+                i for i, value in enumerate(values) if isinstance(value, torch.Tensor)
+            ]
+        if (
+            structure != self._structure
+            or tensor_types != self._tensor_types
+            or repr(other_values) != repr(self._other_values)
+        ):
             raise RuntimeError(
                 f"{self._path} runs as torch, and returns tensors of other types or dimensions, or "
-                f"other values beside tensors, than when the graph was made{self._mend()}"
+                f"other values beside tensors, than when the graph was made{self._remedy_text()}"
             )
         if not tensors:
             raise RuntimeError(
@@ -286,13 +342,13 @@ class _Result:
             )
         return tensors
 
-    def _mend(self) -> str:
+    def _remedy_text(self) -> str:
         outer = self._path.rpartition(".")[0]
         return f": name the layer around it, Settings.torch_modules=['{outer}']" if outer else ""
 
-    def restored(self, outputs: object) -> object:
+    def restore_result(self, outputs: object) -> object:
         tensors = outputs if isinstance(outputs, tuple) else (outputs,)
-        values = list(self._rest)
-        for place, tensor in zip(self._places, tensors):
-            values[place] = tensor
-        return tree_unflatten(values, self._form)
+        values = list(self._other_values)
+        for position, tensor in zip(self._tensor_positions, tensors):
+            values[position] = tensor
+        return tree_unflatten(values, self._structure)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from ortlaunch.ortmodule.torch_in_graph.operator_calls import element_type
+from ortlaunch.ortmodule.torch_in_graph.operator_calls import element_type_name
 from ortlaunch.ortmodule.tracing import cross_entropy
 
 # The size of a result follows from values of the first input.
@@ -44,72 +44,84 @@ class ValueSizes:
     empty: inputs of the graph that have no elements; graphs.py gives them a graph of their own.
     """
 
-    def __init__(self, empty: Iterable[torch.Value]) -> None:
-        self._known = {value.unique(): True for value in empty}
+    def __init__(self, empty_inputs: Iterable[torch.Value]) -> None:
+        self._follows_by_id = {value.unique(): True for value in empty_inputs}
 
-    def reach(self, node: torch.Node) -> bool:
+    def reads_possibly_empty(self, node: torch.Node) -> bool:
         """Return whether a node computes with a tensor that may be empty."""
-        return _name(node) not in _MOVING and any(map(self._follows, _sources(node)))
+        return _operator_name(node) not in _MOVING and any(
+            map(self._follows_from_values, _tensor_and_size_inputs(node))
+        )
 
-    def _follows(self, value: torch.Value) -> bool:
+    def _follows_from_values(self, value: torch.Value) -> bool:
         """Return whether a size of a tensor, or a number, follows from values."""
         pending = [value]
         while pending:
-            found = pending[-1]
-            sources = [] if found.unique() in self._known else _sources_of(found)
-            unknown = [source for source in sources if source.unique() not in self._known]
-            if unknown:
-                pending += unknown
+            current_value = pending[-1]
+            sources = (
+                []
+                if current_value.unique() in self._follows_by_id
+                else _size_sources(current_value)
+            )
+            unknown_sources = [
+                source for source in sources if source.unique() not in self._follows_by_id
+            ]
+            if unknown_sources:
+                pending += unknown_sources
                 continue
             pending.pop()
-            if found.unique() not in self._known:
-                self._known[found.unique()] = _selects(found) or any(
-                    self._known[source.unique()] for source in sources
-                )
-        return self._known[value.unique()]
+            if current_value.unique() not in self._follows_by_id:
+                self._follows_by_id[current_value.unique()] = _is_sized_by_values(
+                    current_value
+                ) or any(self._follows_by_id[source.unique()] for source in sources)
+        return self._follows_by_id[value.unique()]
 
 
-def _selects(value: torch.Value) -> bool:
+def _is_sized_by_values(value: torch.Value) -> bool:
     """Return whether a tensor's size, or a number, is computed of values."""
     node = value.node()
-    name = _name(node)
+    name = _operator_name(node)
     inputs = list(node.inputs())
-    if _is_number(value):
+    if _has_no_size(value):
         return name not in _NUMBERS
     if name == "index":
-        return any(element_type(index) in ("Bool", "Byte") for index in inputs[1].node().inputs())
+        return any(
+            element_type_name(index) in ("Bool", "Byte") for index in inputs[1].node().inputs()
+        )
     if name == "where":
         return len(inputs) == 1
     if name == "repeat_interleave":
-        return len(inputs) < 2 or bool(element_type(inputs[1]) and not _is_number(inputs[1]))
+        return len(inputs) < 2 or bool(element_type_name(inputs[1]) and not _has_no_size(inputs[1]))
     # Of the labels that are not ignored, cross_entropy.py always keeps one.
     return name in _SELECTING and cross_entropy.__file__ not in str(node.sourceRange())
 
 
-def _sources_of(value: torch.Value) -> list[torch.Value]:
+def _size_sources(value: torch.Value) -> list[torch.Value]:
     """Return the values from which the size of a tensor follows, or a number."""
     node = value.node()
-    if _name(node) in _KEEPING:
+    if _operator_name(node) in _KEEPING:
         return list(node.inputs())[:1]
-    return list(node.inputs() if _is_number(value) else _sources(node))
+    return list(node.inputs() if _has_no_size(value) else _tensor_and_size_inputs(node))
 
 
-def _sources(node: torch.Node) -> Iterator[torch.Value]:
+def _tensor_and_size_inputs(node: torch.Node) -> Iterator[torch.Value]:
     """Yield the tensors that a node computes with, and the numbers that set the size of its result."""
     for value in node.inputs():
-        inner = value.node()
-        for one in inner.inputs() if inner.kind() == "prim::ListConstruct" else [value]:
-            if _name(node) in _SIZED_BY_NUMBERS or not _is_number(one):
-                yield one
+        input_node = value.node()
+        for element in (
+            input_node.inputs() if input_node.kind() == "prim::ListConstruct" else [value]
+        ):
+            if _operator_name(node) in _SIZED_BY_NUMBERS or not _has_no_size(element):
+                yield element
 
 
-def _is_number(value: torch.Value) -> bool:
+def _has_no_size(value: torch.Value) -> bool:
     """Return whether a value has no size: a tensor without dimensions, or no tensor."""
-    kind = value.type()
-    if isinstance(kind, torch._C.TensorType):
-        return bool(kind.dim() == 0)
-    return not isinstance(kind, torch._C.ListType)
+    value_type = value.type()
+    if isinstance(value_type, torch._C.TensorType):
+        return bool(value_type.dim() == 0)
+    return not isinstance(value_type, torch._C.ListType)
 
 
-def _name(node: torch.Node) -> str:
+def _operator_name(node: torch.Node) -> str:
     return str(node.kind()).rpartition("::")[2].rstrip("_")

@@ -21,14 +21,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ortlaunch.ortmodule.base.counters import tally
-from ortlaunch.ortmodule.base.torch_calls import getter, untraced
+from ortlaunch.ortmodule.base.torch_calls import pause_tracing, tensor_getter
 from ortlaunch.ortmodule.tracing import python_state
 from ortlaunch.ortmodule.tracing.grad_mode import (
-    CHANGED,
-    CHANGED_WEIGHT,
+    CHANGED_MESSAGE,
+    CHANGED_WEIGHT_MESSAGE,
     Export,
-    tensors,
-    versions_of,
+    nested_tensors,
+    tensor_versions,
 )
 
 if TYPE_CHECKING:
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 View = Callable[[Tensor], Tensor]
 # Functions that read only a tensor's metadata, which no in-place change of values affects.
-_FORMS = {Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.__len__, getter("shape"),
-          getter("ndim"), getter("dtype"), getter("device"), Tensor.is_floating_point}  # fmt: skip
+_FORM_READERS = {Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.__len__, tensor_getter("shape"),
+          tensor_getter("ndim"), tensor_getter("dtype"), tensor_getter("device"), Tensor.is_floating_point}  # fmt: skip
 # Functions whose Python bool arguments become tensors, because TorchScript does not accept a bool
 # as a number.
 _WITH_BOOL = {
@@ -46,20 +46,29 @@ _WITH_BOOL = {
     torch.bitwise_and, torch.bitwise_or, torch.bitwise_xor, Tensor.masked_fill, Tensor.masked_fill_, torch.masked_fill,
     Tensor.fill_, Tensor.where, torch.where, Tensor.__mul__, Tensor.__rmul__, Tensor.mul, torch.mul,
 }  # fmt: skip
-_OF_FORM = {"detach", "resize", "squeeze", "swapaxes", "swapdims", "t", "transpose", "unsqueeze"}
-_COMPLEX_PLACES = (
+_FORM_CHANGING_NAMES = {
+    "detach",
+    "resize",
+    "squeeze",
+    "swapaxes",
+    "swapdims",
+    "t",
+    "transpose",
+    "unsqueeze",
+}
+_COMPLEX_MESSAGE = (
     "the model writes into a complex tensor at places that a tensor gives, and ONNX Runtime's graph "
     "would lose the imaginary parts: write torch.where, masked_fill or index_copy"
 )
-_DETACHED = {Tensor.detach, torch.detach, getter("data")}
+_DETACHING_FUNCTIONS = {Tensor.detach, torch.detach, tensor_getter("data")}
 
 
-def following_changes(export: Export) -> Export:
+def wrap_with_alias_tracking(export: Export) -> Export:
     """Wrap an export so that in-place changes reach all tensors that share memory."""
 
     @functools.wraps(export)
     def export_with_aliases(model: torch.nn.Module, *args: object, **kwargs: object) -> object:
-        with _Aliases(model):
+        with _AliasTracker(model):
             return export(model, *args, **kwargs)
 
     return export_with_aliases
@@ -69,54 +78,56 @@ def following_changes(export: Export) -> Export:
 class _Memory:
     """The memory that several tensors share."""
 
-    whole: Tensor
+    full_value: Tensor
     """The whole memory, after every change but the pending ones."""
-    weight: bool
+    is_weight: bool
     """Whether it is a weight's memory."""
-    first: weakref.ref[_Alias]
+    base_alias: weakref.ref[_Alias]
     """The tensor that the others are views of."""
-    changes: int = 0
+    change_count: int = 0
     """The number of in-place changes so far."""
-    pending: list[tuple[_Alias, Tensor]] = field(default_factory=list)
-    """Changes that `whole` does not include yet: the changed tensor and its new value."""
+    pending_changes: list[tuple[_Alias, Tensor]] = field(default_factory=list)
+    """Changes that `full_value` does not include yet: the changed tensor and its new value."""
 
 
 @dataclass(eq=False)
 class _Alias:
     """One of the tensors that share memory."""
 
-    memory: Callable[[], _Memory | None]
+    memory_ref: Callable[[], _Memory | None]
     """A weak reference to the memory."""
-    held: _Memory | None
+    held_memory: _Memory | None
     """A strong reference to the memory, which keeps it for as long as this tensor lives.
 
     It is None for the first tensor until a change: the memory refers to that tensor, which would
     then live throughout the export.
     """
-    views: tuple[View, ...] = ()
+    view_calls: tuple[View, ...] = ()
     """The calls that make this tensor from the whole memory."""
     obstacle: str = ""
     """Why a change through this tensor cannot be written to the whole memory; empty if it can."""
-    value: Tensor | None = None
+    current_value: Tensor | None = None
     """The tensor that replaces this one in the trace; None if the tensor itself is current."""
-    changes: int = 0
+    change_count: int = 0
     """The number of the memory's changes that the value includes."""
 
 
-class _Aliases(TorchFunctionMode):
+class _AliasTracker(TorchFunctionMode):
     """A function mode that tracks which tensors share memory, and which calls change it."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
         self._model = model
         # Weak keys: the mode must not keep the model's tensors alive.
-        self._known = WeakTensorKeyDictionary()
-        self._given: list[Tensor] = []
+        self._alias_by_tensor = WeakTensorKeyDictionary()
+        self._forward_inputs: list[Tensor] = []
 
-    def __enter__(self) -> _Aliases:
+    def __enter__(self) -> _AliasTracker:
         self._hooks = (
-            self._model.register_forward_hook(lambda model, given, output: self._current(output)),
-            self._model.register_forward_pre_hook(self._begin),
+            self._model.register_forward_hook(
+                lambda model, inputs, output: self._current_values(output)
+            ),
+            self._model.register_forward_pre_hook(self._record_inputs),
         )
         super().__enter__()
         return self
@@ -126,42 +137,46 @@ class _Aliases(TorchFunctionMode):
         for hook in self._hooks:
             hook.remove()
 
-    def _begin(self, model: torch.nn.Module, given: Sequence[object]) -> None:
-        self._given = tensors(given)
+    def _record_inputs(self, model: torch.nn.Module, inputs: Sequence[object]) -> None:
+        self._forward_inputs = nested_tensors(inputs)
 
     def __torch_function__(
         self, func: AnyFunction, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         kwargs = kwargs or {}
-        if func in _FORMS:
+        if func in _FORM_READERS:
             return func(*args, **kwargs)
         if args and isinstance(args[0], Tensor):
-            func, args, kwargs = self._exportable(func, types, args, kwargs)
+            func, args, kwargs = self._rewrite_for_exporter(func, types, args, kwargs)
         if func in _WITH_BOOL:
             args, kwargs = tree_map_only(bool, torch.tensor, (args, kwargs))
-        given = tensors((args, kwargs))
-        values = [self._value(tensor) for tensor in given]
+        input_tensors = nested_tensors((args, kwargs))
+        current_values = [self._current_value(tensor) for tensor in input_tensors]
         # Replace tensors that are out of date by their current values.
-        if any(value is not tensor for value, tensor in zip(values, given)):
-            args, kwargs = self._current((args, kwargs))
+        if any(value is not tensor for value, tensor in zip(current_values, input_tensors)):
+            args, kwargs = self._current_values((args, kwargs))
         if (
             func is Tensor.copy_
-            and given[0] is not given[-1]
-            and (self._is_view(given[0]) or given[0].dtype.is_complex)
+            and input_tensors[0] is not input_tensors[-1]
+            and (self._is_view(input_tensors[0]) or input_tensors[0].dtype.is_complex)
         ):
-            return self._copied(given[0], *args, **kwargs)
-        versions = versions_of(values)
+            return self._copy_outside_trace(input_tensors[0], *args, **kwargs)
+        versions = tensor_versions(current_values)
         result = func(*args, **kwargs)
-        self._made(func, args, kwargs, given, values, result)
-        pairs = zip(given, values, versions, versions_of(values))
-        changed = [(tensor, value) for tensor, value, before, after in pairs if before != after]
-        for tensor, value in _targets(changed, result):
-            if any(_share(tensor, given) for given in self._given):
-                _note_change_of_argument()
-            self._changed(tensor, value)
+        self._record_views(func, args, kwargs, input_tensors, current_values, result)
+        pairs = zip(input_tensors, current_values, versions, tensor_versions(current_values))
+        changed_pairs = [
+            (tensor, value)
+            for tensor, value, version_before, version_after in pairs
+            if version_before != version_after
+        ]
+        for tensor, value in _changed_targets(changed_pairs, result):
+            if any(_share_memory(tensor, forward_input) for forward_input in self._forward_inputs):
+                _note_changed_argument()
+            self._record_change(tensor, value)
         return result
 
-    def _exportable(
+    def _rewrite_for_exporter(
         self, func: AnyFunction, types: object, args: Args, kwargs: Kwargs
     ) -> tuple[AnyFunction, Args, Kwargs]:
         """Return a change in place in a form that the exporter writes right; other calls as given."""
@@ -170,178 +185,200 @@ class _Aliases(TorchFunctionMode):
             # Of complex numbers the exporter would lose the imaginary parts.
             part: Any = self.__torch_function__(Tensor.__getitem__, types, args[:2])
             if not self._is_view(part):
-                raise RuntimeError(_COMPLEX_PLACES)
-            return Tensor.copy_, (part, _like(args[2], part)), {}
-        if func is Tensor.__setitem__ and (parts := _split(args[1])):
+                raise RuntimeError(_COMPLEX_MESSAGE)
+            return Tensor.copy_, (part, _convert_like(args[2], part)), {}
+        if func is Tensor.__setitem__ and (view_and_mask := _split_masked_index(args[1])):
             # The exporter would take the mask for an index.
-            view, masked = parts
+            view, mask_index = view_and_mask
             part = self.__torch_function__(Tensor.__getitem__, types, (x, view))
-            return self._exportable(func, types, (part, masked, args[2]), kwargs)
-        if func is Tensor.__setitem__ and (places := _places(args[1])):
+            return self._rewrite_for_exporter(func, types, (part, mask_index, args[2]), kwargs)
+        if func is Tensor.__setitem__ and (index_tensors := _put_indices(args[1])):
             value = args[2]
             if isinstance(value, Tensor) and 0 < value.dim() <= x.dim():
                 # torch would cut off a first dimension of `value` that is 1 in this batch.
-                func, args = torch.ops.aten.index_put_, (x, places, value)
+                func, args = torch.ops.aten.index_put_, (x, index_tensors, value)
             elif self._is_view(x):
-                func, args = Tensor.index_put_, (x, places, _like(value, x))
+                func, args = Tensor.index_put_, (x, index_tensors, _convert_like(value, x))
         # For a part that is written at places the exporter would use the whole tensor.
-        of_part = func is Tensor.index_put_ and self._is_view(x)
-        if (of_part or x.dtype.is_complex) and (new := _without_change(func)):
-            return Tensor.copy_, (x, self.__torch_function__(new, types, args, kwargs)), {}
+        writes_to_part = func is Tensor.index_put_ and self._is_view(x)
+        if (writes_to_part or x.dtype.is_complex) and (
+            out_of_place := _out_of_place_function(func)
+        ):
+            return Tensor.copy_, (x, self.__torch_function__(out_of_place, types, args, kwargs)), {}
         return func, args, kwargs
 
     def _is_view(self, tensor: Tensor) -> bool:
-        alias = self._known.get(tensor)
-        return alias is not None and bool(alias.views)
+        alias = self._alias_by_tensor.get(tensor)
+        return alias is not None and bool(alias.view_calls)
 
-    def _copied(
-        self, tensor: Tensor, value: Tensor, source: Tensor, *rest: bool, **named: bool
+    def _copy_outside_trace(
+        self,
+        tensor: Tensor,
+        value: Tensor,
+        source: Tensor,
+        *other_arguments: bool,
+        **keywords: bool,
     ) -> Tensor:
         """Run `view.copy_(source)` outside the trace, and record the change.
 
         After a traced copy_ torch's exporter would use the whole tensor for the view.
         """
-        new = source.to(value.dtype).expand(value.shape)
-        with untraced():
-            value.copy_(source, *rest, **named)
+        new_value = source.to(value.dtype).expand(value.shape)
+        with pause_tracing():
+            value.copy_(source, *other_arguments, **keywords)
         # The record holds the new value; it lives as long as its memory.
-        memory = self._source(tensor, value)[1]
-        self._changed(tensor, new)
+        memory = self._get_or_create_records(tensor, value)[1]
+        self._record_change(tensor, new_value)
         del memory
         return tensor
 
-    def _current(self, values: object) -> Any:
+    def _current_values(self, values: object) -> Any:
         """Return arguments or results with their values after changes through other tensors."""
-        return tree_map_only(Tensor, self._value, values)
+        return tree_map_only(Tensor, self._current_value, values)
 
-    def _value(self, tensor: Tensor) -> Tensor:
-        alias = self._known.get(tensor)
+    def _current_value(self, tensor: Tensor) -> Tensor:
+        alias = self._alias_by_tensor.get(tensor)
         if alias is None:
             return tensor
-        memory = alias.memory()
-        if memory and alias.changes != memory.changes:
-            alias.value = _through(alias.views, _written(memory))
-            alias.changes = memory.changes
-        return tensor if alias.value is None else alias.value
+        memory = alias.memory_ref()
+        if memory and alias.change_count != memory.change_count:
+            alias.current_value = _apply_views(alias.view_calls, _written(memory))
+            alias.change_count = memory.change_count
+        return tensor if alias.current_value is None else alias.current_value
 
-    def _made(
+    def _record_views(
         self,
         func: AnyFunction,
         args: Args,
         kwargs: Kwargs,
-        given: Sequence[Tensor],
-        values: Sequence[Tensor],
+        input_tensors: Sequence[Tensor],
+        current_values: Sequence[Tensor],
         result: object,
     ) -> None:
         """Record which results are views of which arguments."""
-        for place, output in enumerate(tree_leaves(result)):
-            if not isinstance(output, Tensor) or any(output is value for value in values):
+        for output_index, output in enumerate(tree_leaves(result)):
+            if not isinstance(output, Tensor) or any(output is value for value in current_values):
                 continue
-            for tensor, value in zip(given, values):
-                if _share(output, value):
-                    source, memory = self._source(tensor, value)
-                    views = (*source.views, _again(func, args, kwargs, value, place))
-                    obstacle = source.obstacle or _obstacle(func, value, output)
-                    self._known[output] = _Alias(
-                        source.memory, memory, views, obstacle, changes=memory.changes
+            for tensor, value in zip(input_tensors, current_values):
+                if _share_memory(output, value):
+                    source_alias, memory = self._get_or_create_records(tensor, value)
+                    views = (
+                        *source_alias.view_calls,
+                        _view_repeater(func, args, kwargs, value, output_index),
+                    )
+                    obstacle = source_alias.obstacle or _write_obstacle(func, value, output)
+                    self._alias_by_tensor[output] = _Alias(
+                        source_alias.memory_ref,
+                        memory,
+                        views,
+                        obstacle,
+                        change_count=memory.change_count,
                     )
                     break
 
-    def _source(self, tensor: Tensor, value: Tensor) -> tuple[_Alias, _Memory]:
+    def _get_or_create_records(self, tensor: Tensor, value: Tensor) -> tuple[_Alias, _Memory]:
         """Return the records of a tensor that has a view now; create them for a new tensor."""
-        alias = self._known.get(tensor)
-        memory = alias.memory() if alias else None
+        alias = self._alias_by_tensor.get(tensor)
+        memory = alias.memory_ref() if alias else None
         if alias is None or memory is None:
-            alias = self._known[tensor] = _Alias(lambda: None, None)
+            alias = self._alias_by_tensor[tensor] = _Alias(lambda: None, None)
             memory = _Memory(value, isinstance(tensor, torch.nn.Parameter), weakref.ref(alias))
-            alias.memory = weakref.ref(memory)
+            alias.memory_ref = weakref.ref(memory)
         return alias, memory
 
-    def _changed(self, tensor: Tensor, value: Tensor) -> None:
+    def _record_change(self, tensor: Tensor, value: Tensor) -> None:
         """Record an in-place change of a tensor, whose value in the trace is `value`."""
-        alias = self._known.get(tensor)
-        memory = alias.memory() if alias else None
+        alias = self._alias_by_tensor.get(tensor)
+        memory = alias.memory_ref() if alias else None
         if alias is None or memory is None:
             return
         # A weight is an input of ORT's graph, which would leave the change out.
-        if memory.weight:
-            raise RuntimeError(CHANGED_WEIGHT)
+        if memory.is_weight:
+            raise RuntimeError(CHANGED_WEIGHT_MESSAGE)
         # grad_mode.py intercepts both reads; they return the values that the model sees.
-        if not torch.is_grad_enabled() and memory.whole.requires_grad:
-            raise RuntimeError(CHANGED)
-        memory.changes += 1
-        alias.changes = memory.changes
-        alias.value = None if value is tensor else value
+        if not torch.is_grad_enabled() and memory.full_value.requires_grad:
+            raise RuntimeError(CHANGED_MESSAGE)
+        memory.change_count += 1
+        alias.change_count = memory.change_count
+        alias.current_value = None if value is tensor else value
         # Consecutive changes through one tensor are one entry: its value has all of them.
-        if not memory.pending or memory.pending[-1][0] is not alias:
-            memory.pending.append((alias, value))
+        if not memory.pending_changes or memory.pending_changes[-1][0] is not alias:
+            memory.pending_changes.append((alias, value))
         # From now on the first tensor, too, must keep the memory with its changes.
-        if first := memory.first():
-            first.held = memory
+        if base_alias := memory.base_alias():
+            base_alias.held_memory = memory
 
 
-def _note_change_of_argument() -> None:
-    frame = python_state.model_frame()
+def _note_changed_argument() -> None:
+    frame = python_state.innermost_model_frame()
     line = f" at {frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""
-    tally.note(
+    tally.add_note_once(
         f"the forward pass changes an argument in place{line}: the graph computes with the change, "
         "and the caller's tensor stays as it was"
     )
 
 
-def _without_change(func: AnyFunction) -> AnyFunction | None:
+def _out_of_place_function(func: AnyFunction) -> AnyFunction | None:
     """Return the function that computes what `mul_` or `__imul__` writes; None for others."""
     match = re.fullmatch(r"__i(\w+)__|(\w*[a-z0-9])_", getattr(func, "__name__", ""))
-    name = match and (f"__{match[1]}__" if match[1] else match[2])
-    others: dict[str, AnyFunction] = {
+    function_name = match and (f"__{match[1]}__" if match[1] else match[2])
+    special_functions: dict[str, AnyFunction] = {
         "fill": lambda x, value: torch.zeros_like(x) + value,
         "zero": torch.zeros_like,
     }
-    found = (getattr(Tensor, name, None) or others.get(name)) if name else None
+    function = (
+        (getattr(Tensor, function_name, None) or special_functions.get(function_name))
+        if function_name
+        else None
+    )
     # `requires_grad_` has an attribute of its name; the others change a form, and no values.
-    return found if callable(found) and name not in _OF_FORM else None
+    return function if callable(function) and function_name not in _FORM_CHANGING_NAMES else None
 
 
-def _split(index: object) -> tuple[Args, Args] | None:
+def _split_masked_index(index: object) -> tuple[Args, Args] | None:
     """Split `[mask, 0]` into the view `[:, 0]` and the index `[mask]` of it.
 
     Returns:
         None for other indices than masks beside numbers and slices.
     """
     parts = index if isinstance(index, tuple) else ()
-    plain = [part for part in parts if isinstance(part, (int, slice))]
+    plain_parts = [part for part in parts if isinstance(part, (int, slice))]
     masks = [part for part in parts if isinstance(part, Tensor) and part.dtype == torch.bool]
-    if not masks or plain.count(slice(None)) == len(plain) or len(plain) + len(masks) < len(parts):
+    if (
+        not masks
+        or plain_parts.count(slice(None)) == len(plain_parts)
+        or len(plain_parts) + len(masks) < len(parts)
+    ):
         return None
-    view: list[object] = []
-    masked: list[object] = []
+    view_index: list[object] = []
+    mask_index: list[object] = []
     for part in parts:
         if isinstance(part, Tensor):
-            view += [slice(None)] * part.dim()
-            masked.append(part)
+            view_index += [slice(None)] * part.dim()
+            mask_index.append(part)
         else:
-            view.append(part)
-            masked += [] if isinstance(part, int) else [slice(None)]
-    while isinstance(masked[-1], slice):
-        masked.pop()
-    return tuple(view), tuple(masked)
+            view_index.append(part)
+            mask_index += [] if isinstance(part, int) else [slice(None)]
+    while isinstance(mask_index[-1], slice):
+        mask_index.pop()
+    return tuple(view_index), tuple(mask_index)
 
 
-def _places(index: object) -> list[Tensor | None]:
+def _put_indices(index: object) -> list[Tensor | None]:
     """Return the index of `x[index] = value` for index_put_; empty for an index of another form."""
     parts = index if isinstance(index, tuple) else (index,)
     if not all(isinstance(part, Tensor) or part == slice(None) for part in parts):
         return []
-    places = [part if isinstance(part, Tensor) else None for part in parts]
-    return places if any(place is not None for place in places) else []
+    index_tensors = [part if isinstance(part, Tensor) else None for part in parts]
+    return index_tensors if any(index_tensor is not None for index_tensor in index_tensors) else []
 
 
-def _like(value: Any, tensor: Tensor) -> Tensor:
+def _convert_like(value: Any, tensor: Tensor) -> Tensor:
     return torch.as_tensor(value, dtype=tensor.dtype, device=tensor.device)
 
 
-def _targets(
-    changed: Sequence[tuple[Tensor, Tensor]], result: object
+def _changed_targets(
+    changed_pairs: Sequence[tuple[Tensor, Tensor]], result: object
 ) -> list[tuple[Tensor, Tensor]]:
     """Return the tensors through which a call changed memory, one for each shared memory.
 
@@ -349,76 +386,83 @@ def _targets(
     argument.
     """
     targets: list[tuple[Tensor, Tensor]] = []
-    made = tensors(result)
+    result_tensors = nested_tensors(result)
     for tensor, value in sorted(
-        changed, key=lambda pair: not any(pair[1] is output for output in made)
+        changed_pairs, key=lambda pair: not any(pair[1] is output for output in result_tensors)
     ):
-        if not any(_share(value, other) for _, other in targets):
+        if not any(_share_memory(value, other) for _, other in targets):
             targets.append((tensor, value))
     return targets
 
 
-def _share(one: Tensor, other: Tensor) -> bool:
+def _share_memory(tensor: Tensor, other_tensor: Tensor) -> bool:
     # Sparse tensors, for example, have no storage.
     try:
         with torch._C.DisableTorchFunction():
             # _cdata is the address of the storage.
-            return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
+            return bool(tensor.untyped_storage()._cdata == other_tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
         return False
 
 
-def _again(func: AnyFunction, args: Args, kwargs: Kwargs, old: Tensor, place: int) -> View:
+def _view_repeater(
+    func: AnyFunction, args: Args, kwargs: Kwargs, viewed_tensor: Tensor, output_index: int
+) -> View:
     """Return a function that makes the same view of another tensor."""
 
-    def view(new: Tensor) -> Tensor:
-        given, named = tree_map_only(
-            Tensor, lambda tensor: new if tensor is old else tensor, (args, kwargs)
+    def make_view(other_tensor: Tensor) -> Tensor:
+        arguments, keywords = tree_map_only(
+            Tensor,
+            lambda tensor: other_tensor if tensor is viewed_tensor else tensor,
+            (args, kwargs),
         )
-        output: Tensor = tree_leaves(func(*given, **named))[place]
+        output: Tensor = tree_leaves(func(*arguments, **keywords))[output_index]
         return output
 
-    return view
+    return make_view
 
 
-def _obstacle(func: AnyFunction, source: Tensor, output: Tensor) -> str:
+def _write_obstacle(func: AnyFunction, source_tensor: Tensor, view_tensor: Tensor) -> str:
     name = getattr(func, "__name__", "")
-    if func in _DETACHED and source.requires_grad:
+    if func in _DETACHING_FUNCTIONS and source_tensor.requires_grad:
         return "one of them is detached"
     if name == "apply":
         return "one of them is a custom autograd function's"
     return (
         "one of them reads it in another form"
-        if source.dtype != output.dtype or name == "as_strided"
+        if source_tensor.dtype != view_tensor.dtype or name == "as_strided"
         else ""
     )
 
 
-def _through(views: Sequence[View], value: Tensor) -> Tensor:
-    for view in views:
-        value = view(value)
-    return value
+def _apply_views(view_calls: Sequence[View], tensor: Tensor) -> Tensor:
+    for view in view_calls:
+        tensor = view(tensor)
+    return tensor
 
 
 def _written(memory: _Memory) -> Tensor:
     """Apply the pending changes to the whole memory and return it."""
-    for alias, value in memory.pending:
+    for alias, value in memory.pending_changes:
         if alias.obstacle:
             raise RuntimeError(
                 f"tensors that share memory are changed in place, and {alias.obstacle}: "
                 "ONNX Runtime's graph cannot show it; "
                 "write the change without a trailing underscore"
             )
-        if alias.views:
+        if alias.view_calls:
             # The same views of the element indices give the elements that the change covers.
-            sizes = memory.whole.shape
-            places = _through(
-                alias.views, torch.arange(memory.whole.numel(), device=value.device).view(sizes)
+            sizes = memory.full_value.shape
+            element_indices = _apply_views(
+                alias.view_calls,
+                torch.arange(memory.full_value.numel(), device=value.device).view(sizes),
             )
-            memory.whole = (
-                memory.whole.flatten().scatter(0, places.flatten(), value.flatten()).view(sizes)
+            memory.full_value = (
+                memory.full_value.flatten()
+                .scatter(0, element_indices.flatten(), value.flatten())
+                .view(sizes)
             )
         else:
-            memory.whole = value
-    memory.pending.clear()
-    return memory.whole
+            memory.full_value = value
+    memory.pending_changes.clear()
+    return memory.full_value

@@ -12,10 +12,12 @@ import torch
 from torch.onnx import symbolic_helper
 
 from ortlaunch.ortmodule.base import registry
-from ortlaunch.ortmodule.tracing.symbolics import GraphWriter, is_bool, type_of
+from ortlaunch.ortmodule.tracing.symbolics import GraphWriter, is_boolean_tensor, tensor_dtype
 
 
-def attention(g: Any, query: Any, key: Any, value: Any, mask: Any, dropout: Any, *rest: Any) -> Any:
+def attention(
+    g: Any, query: Any, key: Any, value: Any, mask: Any, dropout: Any, *other_inputs: Any
+) -> Any:
     """Write scaled_dot_product_attention with a dropout for training.
 
     Torch writes an ONNX Dropout without a mask, for which ORT cannot build a gradient, and without
@@ -26,32 +28,34 @@ def attention(g: Any, query: Any, key: Any, value: Any, mask: Any, dropout: Any,
     end, and its gradient stays nan. Here such a row first attends to everything and is then set to
     zero.
     """
-    form = importlib.import_module("torch.onnx.symbolic_opset14").scaled_dot_product_attention
-    if "export_sdpa_dropout" not in registry.applied():
-        _refuse_dropout(dropout)
-        return form(g, query, key, value, mask, dropout, *rest)
-    own: dict[str, Callable[..., Any]] = {
-        "Dropout": functools.partial(_training_dropout, g),
+    torch_form = importlib.import_module("torch.onnx.symbolic_opset14").scaled_dot_product_attention
+    if "export_sdpa_dropout" not in registry.applied_repairs():
+        _raise_if_dropout(dropout)
+        return torch_form(g, query, key, value, mask, dropout, *other_inputs)
+    replaced_operators: dict[str, Callable[..., Any]] = {
+        "Dropout": functools.partial(_write_training_dropout, g),
         # Torch writes masks as float32. In a float16 model the exporter would then promote the
         # scores, and everything after them, to float32.
-        "Where": functools.partial(_where_of_type, g, type_of(query)),
+        "Where": functools.partial(_write_typed_where, g, tensor_dtype(query)),
     }
-    if is_bool(mask):
-        empty = _empty_rows(g, mask)
-        filled = g.op("Or", mask, empty)
+    if is_boolean_tensor(mask):
+        empty_rows = _fully_masked_rows(g, mask)
+        filled_mask = g.op("Or", mask, empty_rows)
         # Torch's form checks whether the mask's type is bool.
-        filled.setType(mask.type())
-        mask = filled
-        own["IsNaN"] = lambda weights: empty
-    attended = form(GraphWriter(g, own), query, key, value, mask, dropout, *rest)
+        filled_mask.setType(mask.type())
+        mask = filled_mask
+        replaced_operators["IsNaN"] = lambda weights: empty_rows
+    attended = torch_form(
+        GraphWriter(g, replaced_operators), query, key, value, mask, dropout, *other_inputs
+    )
     # Torch 2.7 and later handle empty rows with IsNaN; the replaced IsNaN is already exact.
-    if "IsNaN" not in own or "IsNaN" in inspect.getsource(form):
+    if "IsNaN" not in replaced_operators or "IsNaN" in inspect.getsource(torch_form):
         return attended
-    zero = g.op("Constant", value_t=torch.tensor(0.0, dtype=type_of(query)))
-    return g.op("Where", empty, zero, attended)
+    zero = g.op("Constant", value_t=torch.tensor(0.0, dtype=tensor_dtype(query)))
+    return g.op("Where", empty_rows, zero, attended)
 
 
-def _refuse_dropout(dropout: Any) -> None:
+def _raise_if_dropout(dropout: Any) -> None:
     if symbolic_helper._maybe_get_const(dropout, "f") != 0:
         raise RuntimeError(
             f"scaled_dot_product_attention with dropout: how torch {torch.__version__} exports it "
@@ -60,31 +64,31 @@ def _refuse_dropout(dropout: Any) -> None:
         )
 
 
-def _empty_rows(g: Any, mask: Any) -> Any:
+def _fully_masked_rows(g: Any, mask: Any) -> Any:
     """Return the rows in which a mask leaves nothing, as a mask of one column."""
-    numbers = g.op("Cast", mask, to_i=torch.onnx.TensorProtoDataType.FLOAT.value)
-    left = symbolic_helper._reducesum_helper(g, numbers, axes_i=[-1], keepdims_i=1)
-    return g.op("Equal", left, g.op("Constant", value_t=torch.tensor(0.0)))
+    mask_numbers = g.op("Cast", mask, to_i=torch.onnx.TensorProtoDataType.FLOAT.value)
+    kept_counts = symbolic_helper._reducesum_helper(g, mask_numbers, axes_i=[-1], keepdims_i=1)
+    return g.op("Equal", kept_counts, g.op("Constant", value_t=torch.tensor(0.0)))
 
 
-def _training_dropout(graph: Any, *inputs: Any) -> Any:
+def _write_training_dropout(graph: Any, *inputs: Any) -> Any:
     """Write a Dropout with its training flag and its mask output."""
     training = graph.op("Constant", value_t=torch.tensor(True))
     return graph.op("Dropout", *inputs, training, outputs=2)[0]
 
 
-def _where_of_type(g: Any, dtype: torch.dtype, condition: Any, *choices: Any) -> Any:
+def _write_typed_where(g: Any, query_dtype: torch.dtype, condition: Any, *choices: Any) -> Any:
     """Write a Where whose constant choices have the type of the attention's query.
 
     The choices are 0 and -inf of a mask, for example.
     """
     from torch.onnx._type_utils import JitScalarType
 
-    target = JitScalarType.from_dtype(dtype)
-    known = [JitScalarType.from_value(choice, target) for choice in choices]
+    target = JitScalarType.from_dtype(query_dtype)
+    choice_types = [JitScalarType.from_value(choice, target) for choice in choices]
     typed = [
-        choice if found == target else g.op("Cast", choice, to_i=int(target.onnx_type()))
-        for choice, found in zip(choices, known)
+        choice if choice_type == target else g.op("Cast", choice, to_i=int(target.onnx_type()))
+        for choice, choice_type in zip(choices, choice_types)
     ]
     return g.op("Where", condition, *typed)
 
@@ -96,18 +100,20 @@ def unflatten(g: Any, tensor: Any, dim: Any, sizes: Any) -> Any:
     support that (`assert is_literal`).
     """
     rank = symbolic_helper._get_tensor_rank(tensor)
-    place = symbolic_helper._maybe_get_const(dim, "i")
-    if rank is None or not isinstance(place, int):
+    axis = symbolic_helper._maybe_get_const(dim, "i")
+    if rank is None or not isinstance(axis, int):
         return importlib.import_module("torch.onnx.symbolic_opset13").unflatten(
             g, tensor, dim, sizes
         )
     # A negative dimension counts from the end.
-    place %= rank
+    axis %= rank
     shape = g.op("Shape", tensor)
 
-    def dimensions(first: int, end: int) -> list[Any]:
-        bounds = [g.op("Constant", value_t=torch.tensor([bound])) for bound in (first, end)]
-        return [g.op("Slice", shape, *bounds)] if first < end else []
+    def write_shape_slice(start_axis: int, end_axis: int) -> list[Any]:
+        bounds = [
+            g.op("Constant", value_t=torch.tensor([bound])) for bound in (start_axis, end_axis)
+        ]
+        return [g.op("Slice", shape, *bounds)] if start_axis < end_axis else []
 
-    parts = [*dimensions(0, place), sizes, *dimensions(place + 1, rank)]
+    parts = [*write_shape_slice(0, axis), sizes, *write_shape_slice(axis + 1, rank)]
     return symbolic_helper._reshape_helper(g, tensor, g.op("Concat", *parts, axis_i=0))

@@ -15,75 +15,83 @@ import torch.utils.checkpoint
 
 from ortlaunch.ortmodule.base.counters import tally
 from ortlaunch.ortmodule.base.export import Export
-from ortlaunch.ortmodule.base.source_guard import owner
+from ortlaunch.ortmodule.base.source_guard import function_owner
 
 if TYPE_CHECKING:
     from ortlaunch.ortmodule.base.ort_types import AnyFunction
 
 
-def see_ort_checkpoints() -> None:
+def bypass_ort_checkpoints() -> None:
     """Make ORT's replacement of torch.utils.checkpoint call the function directly.
 
     The call is recorded.
     """
-    ortmodule: Any = owner("__init__:")
-    ortmodule._defined_from_envvar = functools.partial(_level, ortmodule._defined_from_envvar)
+    ortmodule: Any = function_owner("__init__:")
+    ortmodule._defined_from_envvar = functools.partial(
+        _record_and_get_level, ortmodule._defined_from_envvar
+    )
 
 
 # One entry for each checkpointed call in the current export.
-_checkpoints: list[None] = []
+_checkpointed_calls: list[None] = []
 
 
-def _level(original: AnyFunction, name: str, *default: object) -> Any:
+def _record_and_get_level(original: AnyFunction, variable_name: str, *default_value: object) -> Any:
     """Return ORT's environment value; 1 for the memory level, which means a direct call.
 
     ORT's replacement of torch.utils.checkpoint reads the level last, and only in an export.
     """
-    if name != "ORTMODULE_MEMORY_OPT_LEVEL":
-        return original(name, *default)
-    _checkpoints.append(None)
+    if variable_name != "ORTMODULE_MEMORY_OPT_LEVEL":
+        return original(variable_name, *default_value)
+    _checkpointed_calls.append(None)
     return 1
 
 
 @contextlib.contextmanager
-def called_plainly(export: Export) -> Iterator[None]:
+def call_checkpoints_directly(export: Export) -> Iterator[None]:
     """Call checkpointed functions directly, and record whether there were any."""
-    _checkpoints.clear()
-    with _plain_checkpoints():
+    _checkpointed_calls.clear()
+    with _replace_torch_checkpoints():
         yield
-    export.facts["checkpointed"] = bool(_checkpoints)
+    export.facts["checkpointed"] = bool(_checkpointed_calls)
 
 
 @contextlib.contextmanager
-def _plain_checkpoints() -> Iterator[None]:
+def _replace_torch_checkpoints() -> Iterator[None]:
     """Call checkpointed functions directly.
 
     This also works if `checkpoint` was imported before ORT replaced it.
     """
 
-    def unrecorded(*args: object, **kwargs: object) -> Iterator[None]:
-        _checkpoints.append(None)
+    def record_and_yield(*args: object, **kwargs: object) -> Iterator[None]:
+        _checkpointed_calls.append(None)
         # torch calls the function between the yield and the end of the generator.
         yield
 
-    class Unrecorded:
+    class DirectCheckpoint:
         @staticmethod
         def apply(function: AnyFunction, preserve_rng_state: bool, *args: object) -> Any:
-            _checkpoints.append(None)
+            _checkpointed_calls.append(None)
             return function(*args)
 
-    parts: Any = torch.utils.checkpoint
+    checkpoint_module: Any = torch.utils.checkpoint
     # The first is behind use_reentrant=True, the second behind use_reentrant=False.
-    before = parts.CheckpointFunction, parts._checkpoint_without_reentrant_generator
-    parts.CheckpointFunction = Unrecorded
-    parts._checkpoint_without_reentrant_generator = unrecorded
+    original_parts = (
+        checkpoint_module.CheckpointFunction,
+        checkpoint_module._checkpoint_without_reentrant_generator,
+    )
+    checkpoint_module.CheckpointFunction = DirectCheckpoint
+    checkpoint_module._checkpoint_without_reentrant_generator = record_and_yield
     try:
         yield
     finally:
-        parts.CheckpointFunction, parts._checkpoint_without_reentrant_generator = before
+        (
+            checkpoint_module.CheckpointFunction,
+            checkpoint_module._checkpoint_without_reentrant_generator,
+        ) = original_parts
 
 
-def recompute(export: Export) -> None:
+def enable_ort_recomputation(export: Export) -> None:
     """Turn on ORT's recomputation, at level 1, if the model has checkpoints."""
     options = export.options
     if (
@@ -93,7 +101,7 @@ def recompute(export: Export) -> None:
     ):
         options.memory_optimization_level = 1
         options.recompute_probe_config = "1:1"
-        tally.note(
+        tally.add_note_once(
             "the model's gradient checkpointing became ONNX Runtime's recomputation: "
             "memory_optimization: 1"
         )

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from ortlaunch.errors import MissingDependency
 from ortlaunch.ortmodule.base import custom_functions, registry
-from ortlaunch.ortmodule.base.patching import ModuleView, environment, without_package
+from ortlaunch.ortmodule.base.patching import ModuleView, hide_package, set_environment_variables
 from ortlaunch.ortmodule.base.registry import Repair
 from ortlaunch.ortmodule.build import cuda_libraries, extensions
 
@@ -39,9 +39,9 @@ def import_with_repairs() -> ModuleType:
         MissingDependency: a package or extension is missing; has the command to type.
     """
     _require_extensions()
-    registry.apply(_BEFORE_IMPORT)
-    ortmodule = _import()
-    registry.apply(_AFTER_IMPORT)
+    registry.apply_known_repairs(_BEFORE_IMPORT)
+    ortmodule = _import_ortmodule()
+    registry.apply_known_repairs(_AFTER_IMPORT)
     return ortmodule
 
 
@@ -53,17 +53,17 @@ def alias_moved_exporter_modules() -> bool:
 
     Torch 2.9 and later have moved these modules.
     """
-    moved = [name for name in _MOVED if importlib.util.find_spec(name) is None]
-    for name in moved:
-        module = importlib.import_module(_MOVED[name])
+    moved_names = [name for name in _MOVED_MODULES if importlib.util.find_spec(name) is None]
+    for name in moved_names:
+        module = importlib.import_module(_MOVED_MODULES[name])
         parent, _, leaf = name.rpartition(".")
         sys.modules[name] = module
         setattr(importlib.import_module(parent), leaf, module)
-    return bool(moved)
+    return bool(moved_names)
 
 
 # The old name of each module, and its name in torch 2.9 and later.
-_MOVED = {
+_MOVED_MODULES = {
     "torch.onnx._internal.jit_utils": "torch.onnx._internal.torchscript_exporter.jit_utils",
     "torch.onnx._globals": "torch.onnx._internal.torchscript_exporter._globals",
     "torch.onnx._type_utils": "torch.onnx._internal.torchscript_exporter._type_utils",
@@ -77,34 +77,42 @@ def forget_failed_import() -> bool:
     later that fails without an error, after `checkpoint` has been replaced. A second import would
     replace the replacement, which then passes its own arguments on to the layer.
     """
-    found = [
-        _take_back(name) for name in ("torch.utils.checkpoint", "deepspeed") if name in sys.modules
+    restored_flags = [
+        _restore_checkpoint(name)
+        for name in ("torch.utils.checkpoint", "deepspeed")
+        if name in sys.modules
     ]
     # After the list, not in place of it: `any` would stop at the first one that was restored.
-    return any(found)
+    return any(restored_flags)
 
 
-def _take_back(name: str) -> bool:
-    module: Any = sys.modules[name]
-    module = getattr(module, "checkpointing", None) if name == "deepspeed" else module
-    before: Any = getattr(module, "checkpoint", None)
-    current = before
+def _restore_checkpoint(module_name: str) -> bool:
+    module: Any = sys.modules[module_name]
+    module = getattr(module, "checkpointing", None) if module_name == "deepspeed" else module
+    checkpoint_before: Any = getattr(module, "checkpoint", None)
+    unwrapped_checkpoint = checkpoint_before
     # ORT's replacement is a closure over the original function.
-    while getattr(current, "__qualname__", "").startswith("_override_gradient_checkpoint."):
-        current = inspect.getclosurevars(current).nonlocals["original_checkpoint"]
-    if current is not before:
-        module.checkpoint = current
-    return current is not before
+    while getattr(unwrapped_checkpoint, "__qualname__", "").startswith(
+        "_override_gradient_checkpoint."
+    ):
+        unwrapped_checkpoint = inspect.getclosurevars(unwrapped_checkpoint).nonlocals[
+            "original_checkpoint"
+        ]
+    if unwrapped_checkpoint is not checkpoint_before:
+        module.checkpoint = unwrapped_checkpoint
+    return unwrapped_checkpoint is not checkpoint_before
 
 
 def load_cuda_libraries() -> bool:
     """Load the CUDA wheel's CUDA 11 and cuDNN 8 libraries, which torch's wheels do not include."""
     import torch
 
-    wanted = extensions.ort_package() == "onnxruntime-training" and torch.cuda.is_available()
-    if wanted:
-        cuda_libraries.preload()
-    return wanted
+    are_needed = (
+        extensions.ort_package_name() == "onnxruntime-training" and torch.cuda.is_available()
+    )
+    if are_needed:
+        cuda_libraries.load_libraries()
+    return are_needed
 
 
 # ------------------------------------------------------------------------- repairs after the import
@@ -117,10 +125,10 @@ def load_cached_extensions() -> bool:
     """
     ortmodule: Any = importlib.import_module(_ORTMODULE)
     package = importlib.import_module(f"{_ORTMODULE}.torch_cpp_extensions")
-    package.__path__.insert(0, str(extensions.cache_dir()))
-    for name in extensions.required_names():
-        if not (name == extensions.INTEROP and extensions.interop_refusal()):
-            _load(f"{package.__name__}.{name}")
+    package.__path__.insert(0, str(extensions.extension_cache_folder()))
+    for name in extensions.required_extensions():
+        if not (name == extensions.INTEROP and extensions.interop_refusal_reason()):
+            _load_extension(f"{package.__name__}.{name}")
     # ORT records this error at its import and would raise it with the first ORTModule.
     if "extensions were not detected" in str(ortmodule._FALLBACK_INIT_EXCEPTION):
         ortmodule._FALLBACK_INIT_EXCEPTION = None
@@ -133,23 +141,23 @@ def disable_custom_autograd() -> bool:
     The replacement module has only the names that ORT uses. If it had every attribute, the lazy
     imports of transformers would mistake it for other modules.
     """
-    if not extensions.interop_refusal():
+    if not extensions.interop_refusal_reason():
         return False
     package = importlib.import_module(f"{_ORTMODULE}.torch_cpp_extensions")
     stand_in: Any = ModuleType(f"{package.__name__}.torch_interop_utils")
-    stand_in.get_custom_function_forward_runner = custom_functions.refuse
-    stand_in.get_custom_function_backward_runner = custom_functions.refuse
+    stand_in.get_custom_function_forward_runner = custom_functions.raise_interop_missing
+    stand_in.get_custom_function_backward_runner = custom_functions.raise_interop_missing
     stand_in.clear_all_grad_fns = lambda: None
     sys.modules[stand_in.__name__] = package.torch_interop_utils = stand_in  # type: ignore[attr-defined]
     # ORT reads the variable when it imports this module.
-    with environment(ORTMODULE_ENABLE_CUSTOM_AUTOGRAD="0"):
+    with set_environment_variables(ORTMODULE_ENABLE_CUSTOM_AUTOGRAD="0"):
         importlib.import_module(f"{_ORTMODULE}._custom_autograd_function")
     return True
 
 
 def skip_padding_hook() -> bool:
     """Skip ORT's marking of padding on CUDA, which needs torch_interop_utils."""
-    if not extensions.interop_refusal():
+    if not extensions.interop_refusal_reason():
         return False
     manager = importlib.import_module(
         f"{_ORTMODULE}._graph_transition_manager"
@@ -163,30 +171,34 @@ def keep_bool_arguments() -> bool:
 
     The functions get booleans as uint8, and cannot return any.
     """
-    if extensions.interop_refusal():
+    if extensions.interop_refusal_reason():
         return False
-    custom_functions.keep_arguments()
+    custom_functions.patch_custom_function_export()
     return True
 
 
-def without_warning_of_hooks() -> None:
+def import_hooks_silently() -> None:
     """Silence ORT's warning that its ZeRO 3 hooks do not support DeepSpeed 0.16.
 
     A user cannot act on that warning. Where DeepSpeed is not imported yet, the hooks do not load it.
     """
-    with warnings.catch_warnings(), without_package("deepspeed"):
+    with warnings.catch_warnings(), hide_package("deepspeed"):
         warnings.filterwarnings("ignore", message="DeepSpeed import error")
         importlib.import_module("onnxruntime.training.utils.hooks")
 
 
 def restore_convolution_symbolics() -> bool:
     """Restore the names by which ORT's export of a convolution gets the exporter's (torch 2.9+)."""
-    public: Any = importlib.import_module("torch.onnx.symbolic_opset9")
-    lost = [name for name in ("_convolution", "_convolution_mode") if not hasattr(public, name)]
-    for name in lost:
-        moved = importlib.import_module("torch.onnx._internal.torchscript_exporter.symbolic_opset9")
-        setattr(public, name, getattr(moved, name))
-    return bool(lost)
+    public_module: Any = importlib.import_module("torch.onnx.symbolic_opset9")
+    lost_names = [
+        name for name in ("_convolution", "_convolution_mode") if not hasattr(public_module, name)
+    ]
+    for name in lost_names:
+        moved_module = importlib.import_module(
+            "torch.onnx._internal.torchscript_exporter.symbolic_opset9"
+        )
+        setattr(public_module, name, getattr(moved_module, name))
+    return bool(lost_names)
 
 
 def follow_chunk_sizes() -> None:
@@ -195,19 +207,19 @@ def follow_chunk_sizes() -> None:
     With ORT's, the exporter uses the first batch's sizes as constants.
     """
     forms = importlib.import_module("ortlaunch.ortmodule.tracing.part_forms")
-    _registry_of_forms().register("ConstantChunk", "prim", forms.constant_chunk)
+    _ort_form_registry().register("ConstantChunk", "prim", forms.constant_chunk)
 
 
-def keep_forms_out_of_other_exports() -> None:
+def disable_global_forms() -> None:
     """Do not let ORT register its forms of operators for all exports of the process (every torch).
 
     With them an export by the user has operators that only ONNX Runtime Training runs, such as ATen
-    for an Embedding. ORT's own export uses them (operator_table.with_forms).
+    for an Embedding. ORT's own export uses them (operator_table.wrap_with_exact_forms).
     """
-    _registry_of_forms().register_all = lambda opset: None
+    _ort_form_registry().register_all = lambda opset: None
 
 
-def _registry_of_forms() -> Any:
+def _ort_form_registry() -> Any:
     module = importlib.import_module(f"{_ORTMODULE}._custom_op_symbolic_registry")
     return module.CustomOpSymbolicRegistry
 
@@ -238,7 +250,7 @@ def _exporter_is_dynamo() -> bool:
 
 
 def _interop_is_refused() -> bool:
-    return bool(extensions.interop_refusal())
+    return bool(extensions.interop_refusal_reason())
 
 
 _CUSTOM_EXPORT = "_custom_autograd_function_exporter:_default_export"
@@ -256,14 +268,14 @@ _AFTER_IMPORT: tuple[Repair, ...] = (
     Repair("refuse_custom_backward", install=_interop_is_refused),
     Repair("skip_padding_hook", install=skip_padding_hook),
     Repair("keep_bool_arguments", (_CUSTOM_EXPORT,), keep_bool_arguments),
-    Repair("export_exact_forms", install=keep_forms_out_of_other_exports),
+    Repair("export_exact_forms", install=disable_global_forms),
     Repair("export_sdpa_dropout", (_SDPA,)),
     Repair("keep_constants_apart"),
     Repair("trace_swapped_weights"),
     Repair("propagate_inplace_views"),
     Repair("stop_gradient_under_no_grad"),
     Repair("infer_shapes_without_weights"),
-    Repair("silence_export_warnings", install=without_warning_of_hooks),
+    Repair("silence_export_warnings", install=import_hooks_silently),
     Repair("restore_convolution_symbolics", install=restore_convolution_symbolics),
     Repair("follow_chunk_sizes", install=follow_chunk_sizes),
     Repair("skip_nvtx_without_cuda", install=skip_nvtx_without_cuda),
@@ -273,16 +285,16 @@ _AFTER_IMPORT: tuple[Repair, ...] = (
 # -------------------------------------------------------------------------------------- their parts
 
 
-def _import() -> ModuleType:
+def _import_ortmodule() -> ModuleType:
     try:
         # ORT replaces DeepSpeed's `checkpoint` too, and for that would import DeepSpeed.
-        with without_package("deepspeed"):
+        with hide_package("deepspeed"):
             ortmodule = importlib.import_module(_ORTMODULE)
     except ImportError as error:
-        extra = extensions.EXTRA_OF[extensions.ort_package()]
+        pip_extra = extensions.EXTRA_BY_PACKAGE[extensions.ort_package_name()]
         raise MissingDependency(
             f"ONNX Runtime Training does not import: {error}. "
-            f'Type: pip install "ortlaunch[{extra}]"'
+            f'Type: pip install "ortlaunch[{pip_extra}]"'
         ) from error
     if _CHECKPOINTING not in sys.modules:
         sys.meta_path.insert(0, _CheckpointFinder(ortmodule._override_gradient_checkpoint))
@@ -305,21 +317,21 @@ class _CheckpointFinder(importlib.abc.MetaPathFinder):
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         loader: Any = spec and spec.loader
-        load = loader.exec_module
+        original_exec = loader.exec_module
 
         def load_and_replace(module: Any) -> None:
-            load(module)
+            original_exec(module)
             module.checkpoint = self.override(module.checkpoint)
 
         loader.exec_module = load_and_replace
         return spec
 
 
-def _load(name: str) -> None:
+def _load_extension(module_name: str) -> None:
     try:
-        importlib.import_module(name)
+        importlib.import_module(module_name)
     except ImportError as error:
-        folder = extensions.cache_dir()
+        folder = extensions.extension_cache_folder()
         raise MissingDependency(
             f"the built extension does not load: {error}. "
             f"Type: rm -r {str(folder)!r} && ortlaunch setup"
@@ -327,12 +339,15 @@ def _load(name: str) -> None:
 
 
 def _require_extensions() -> None:
-    if missing := extensions.missing():
-        why = "; ".join(
-            [f"{', '.join(missing)} not in {extensions.cache_dir()}", *extensions.damage()]
+    if missing := extensions.missing_extensions():
+        missing_reason = "; ".join(
+            [
+                f"{', '.join(missing)} not in {extensions.extension_cache_folder()}",
+                *extensions.damage_descriptions(),
+            ]
         )
         raise MissingDependency(
-            f"ORT's torch extensions are not built for this stack ({why}). Type: ortlaunch setup"
+            f"ORT's torch extensions are not built for this stack ({missing_reason}). Type: ortlaunch setup"
         )
 
 

@@ -21,7 +21,7 @@ import torch
 from ortlaunch.ortmodule.base.counters import tally
 from ortlaunch.ortmodule.base.export import Export
 from ortlaunch.ortmodule.base.ort_types import AnyFunction
-from ortlaunch.ortmodule.base.source_guard import TRANSITION, owner
+from ortlaunch.ortmodule.base.source_guard import TRANSITION, function_owner
 
 if TYPE_CHECKING:
     import onnx
@@ -32,59 +32,63 @@ if TYPE_CHECKING:
 _NONE = 0
 _MEAN = 1
 _SUM = 2
-SPARSE = 0.9
+SPARSE_LABEL_SHARE = 0.9
 """The share of labels that are not ignored, below which rows are gathered; ORT's threshold."""
 Loss = AnyFunction
 
 
 def skip_ignored_labels() -> None:
-    """Remove ORT's label sparsity hook; `ignored_labels_left_out` replaces it.
+    """Remove ORT's label sparsity hook; `leave_out_ignored_labels` replaces it.
 
     In transformers' models ORT computed scores and loss for every label, also for ignored ones.
     """
-    owner(TRANSITION)._add_check_label_sparsity_hook = staticmethod(lambda *args: [])
+    function_owner(TRANSITION)._add_check_label_sparsity_hook = staticmethod(lambda *args: [])
 
 
 @contextlib.contextmanager
-def ignored_labels_left_out(export: Export) -> Iterator[None]:
+def leave_out_ignored_labels(export: Export) -> Iterator[None]:
     """Let every cross entropy of an export gather the rows that are not ignored."""
     if not export.training or not export.options.enable_embedding_sparse_optimizer:
         yield
         return
-    with _replaced(_gathered(export.facts, export.options.print_input_density)):
+    with _replace_cross_entropy(
+        _label_gathering_wrapper(export.facts, export.options.print_input_density)
+    ):
         yield
 
 
-def report_density(export: Export) -> None:
+def record_label_density(export: Export) -> None:
     """Record the share of labels that are not ignored, for engine.json."""
     tally.label_density = export.facts.get("label_density", tally.label_density)
 
 
 @contextlib.contextmanager
-def _replaced(stand_in: Callable[[Loss], Loss]) -> Iterator[None]:
+def _replace_cross_entropy(wrap_loss: Callable[[Loss], Loss]) -> Iterator[None]:
     """Replace the function behind cross entropy, whichever public name a model calls."""
     # torch.nn.functional.cross_entropy calls the function in this module.
-    parts: Any = torch._C._nn
-    plain = parts.cross_entropy_loss
-    instead = stand_in(plain)
+    torch_nn: Any = torch._C._nn
+    original_loss = torch_nn.cross_entropy_loss
+    wrapped_loss = wrap_loss(original_loss)
 
-    @functools.wraps(plain)
-    def loss(scores: torch.Tensor, labels: torch.Tensor, *options: object) -> object:
+    @functools.wraps(original_loss)
+    def call_wrapped_loss(scores: torch.Tensor, labels: torch.Tensor, *options: object) -> object:
         # torch takes labels of one byte, too; ONNX Runtime does not.
-        return instead(scores, labels.long() if labels.dtype == torch.uint8 else labels, *options)
+        return wrapped_loss(
+            scores, labels.long() if labels.dtype == torch.uint8 else labels, *options
+        )
 
-    parts.cross_entropy_loss = loss
+    torch_nn.cross_entropy_loss = call_wrapped_loss
     try:
         yield
     finally:
-        parts.cross_entropy_loss = plain
+        torch_nn.cross_entropy_loss = original_loss
 
 
-def _gathered(facts: Facts, printing: bool) -> Callable[[Loss], Loss]:
+def _label_gathering_wrapper(facts: Facts, prints_density: bool) -> Callable[[Loss], Loss]:
     """Return a cross entropy that skips ignored labels, if the current batch has enough of them."""
 
-    def stand_in(plain: Loss) -> Loss:
-        def loss(
+    def wrap_loss(original_loss: Loss) -> Loss:
+        def gathering_loss(
             scores: torch.Tensor,
             labels: torch.Tensor,
             weight: torch.Tensor | None,
@@ -93,73 +97,79 @@ def _gathered(facts: Facts, printing: bool) -> Callable[[Loss], Loss]:
             smoothing: float,
         ) -> object:
             if scores.dim() == 2 and labels.dim() == 1 and reduction != _NONE:
-                counts = labels != ignore_index
-                density = float(counts.float().mean())
-                if density < SPARSE:
+                is_counted = labels != ignore_index
+                density = float(is_counted.float().mean())
+                if density < SPARSE_LABEL_SHARE:
                     facts["label_density"] = round(density, 3)
-                    scores, labels = _without(scores, labels, counts, ignore_index, printing)
-            return plain(scores, labels, weight, reduction, ignore_index, smoothing)
+                    scores, labels = _drop_ignored_rows(
+                        scores, labels, is_counted, ignore_index, prints_density
+                    )
+            return original_loss(scores, labels, weight, reduction, ignore_index, smoothing)
 
-        return loss
+        return gathering_loss
 
-    return stand_in
+    return wrap_loss
 
 
-def _without(
+def _drop_ignored_rows(
     scores: torch.Tensor,
     labels: torch.Tensor,
-    counts: torch.Tensor,
+    is_counted: torch.Tensor,
     ignore_index: int,
-    printing: bool,
+    prints_density: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     # ORT's operator prints in every step, and marks the place for ORT's own gather.
-    if printing:
+    if prints_density:
         from onnxruntime.training.ortmodule._runtime_inspector import FlagAndPrintDensity
 
         return scores, FlagAndPrintDensity.apply(labels, ignore_index, "label")
     # If every label is ignored, the first row is kept, because ORT's matmul fails for empty
     # matrices. The loss ignores its label anyway.
-    first = torch.ones_like(labels).cumsum(0) == 1
-    rows = (counts | (first & ~counts.any())).nonzero().squeeze(1)
-    return scores.index_select(0, rows), labels.index_select(0, rows)
+    is_first_row = torch.ones_like(labels).cumsum(0) == 1
+    row_indices = (is_counted | (is_first_row & ~is_counted.any())).nonzero().squeeze(1)
+    return scores.index_select(0, row_indices), labels.index_select(0, row_indices)
 
 
-def shrink(export: Export, model: onnx.ModelProto) -> None:
+def use_shrunken_gathers(export: Export, model: onnx.ModelProto) -> None:
     """Turn gathers of non-zero rows into ShrunkenGather, which ORT's compute optimizer moves up."""
     # The trace gathered no rows.
     if "label_density" not in export.facts:
         return
-    makers = {name: node for node in model.graph.node for name in node.output}
+    node_by_output = {name: node for node in model.graph.node for name in node.output}
     for node in model.graph.node:
-        axis = [attribute.i for attribute in node.attribute if attribute.name == "axis"]
-        if node.op_type == "Gather" and axis == [0] and _rows(node.input[1], makers):
+        gather_axes = [attribute.i for attribute in node.attribute if attribute.name == "axis"]
+        if (
+            node.op_type == "Gather"
+            and gather_axes == [0]
+            and _are_nonzero_rows(node.input[1], node_by_output)
+        ):
             node.op_type = "ShrunkenGather"
             node.domain = "com.microsoft"
     if not any(item.domain == "com.microsoft" for item in model.opset_import):
         model.opset_import.add(domain="com.microsoft", version=1)
 
 
-def _rows(name: str, makers: Mapping[str, onnx.NodeProto]) -> bool:
+def _are_nonzero_rows(value_name: str, node_by_output: Mapping[str, onnx.NodeProto]) -> bool:
     # The exported form of `nonzero().squeeze(1)`, from its output back: one index a row.
-    for kind in ("Squeeze", "Transpose", "NonZero"):
-        if name not in makers or makers[name].op_type != kind:
+    for operator_type in ("Squeeze", "Transpose", "NonZero"):
+        if value_name not in node_by_output or node_by_output[value_name].op_type != operator_type:
             return False
-        name = makers[name].input[0]
+        value_name = node_by_output[value_name].input[0]
     return True
 
 
-def written_out(export: Export) -> AbstractContextManager[None]:
+def write_out_cross_entropy(export: Export) -> AbstractContextManager[None]:
     """Write out cross entropy with label probabilities or smoothing, for which ORT's form fails."""
-    return _replaced(_written_out)
+    return _replace_cross_entropy(_wrap_with_written_out_loss)
 
 
-def _written_out(plain: Loss) -> Loss:
+def _wrap_with_written_out_loss(original_loss: Loss) -> Loss:
     """Return a cross entropy that uses sums of logarithms except for plain class labels.
 
     The sums are those of torch's own implementation.
     """
 
-    def loss(
+    def written_out_loss(
         scores: torch.Tensor,
         labels: torch.Tensor,
         weight: torch.Tensor | None,
@@ -171,35 +181,46 @@ def _written_out(plain: Loss) -> Loss:
         # see it: ONNX Runtime's loss would be in the scores' type, unlike eager's.
         if torch.is_autocast_enabled(scores.device.type):
             scores = scores.float()
-        likely = labels.is_floating_point()
+        has_probabilities = labels.is_floating_point()
         # One sample without a batch dimension: ONNX Runtime's form of it aborts the process.
-        if scores.dim() == 1 and not likely:
+        if scores.dim() == 1 and not has_probabilities:
             # Without a reduction the value is the same.
             reduction = reduction or _SUM
-            return loss(
+            return written_out_loss(
                 scores.unsqueeze(0), labels.unsqueeze(0), weight, reduction, ignore_index, smoothing
             )
-        if not (likely or smoothing):
-            return plain(scores, labels, weight, reduction, ignore_index, smoothing)
+        if not (has_probabilities or smoothing):
+            return original_loss(scores, labels, weight, reduction, ignore_index, smoothing)
         # The axis of the classes: 1, or 0 for one sample without a batch dimension.
         axis = min(scores.dim() - 1, 1)
-        logs = scores.log_softmax(axis)
+        log_scores = scores.log_softmax(axis)
         # The share of the smoothing that each class gets.
-        even = smoothing / scores.shape[axis]
+        smoothing_share = smoothing / scores.shape[axis]
         if weight is not None:
-            logs = logs * weight.view([-1 if place == axis else 1 for place in range(scores.dim())])
-        if likely:
-            each = -(logs * (labels * (1 - smoothing) + even)).sum(axis)
-            return each if reduction == _NONE else each.mean() if reduction == _MEAN else each.sum()
+            log_scores = log_scores * weight.view(
+                [-1 if dim == axis else 1 for dim in range(scores.dim())]
+            )
+        if has_probabilities:
+            row_losses = -(log_scores * (labels * (1 - smoothing) + smoothing_share)).sum(axis)
+            return (
+                row_losses
+                if reduction == _NONE
+                else row_losses.mean()
+                if reduction == _MEAN
+                else row_losses.sum()
+            )
         ignored = labels == ignore_index
-        each = -logs.sum(axis).masked_fill(ignored, 0.0)
+        row_losses = -log_scores.sum(axis).masked_fill(ignored, 0.0)
         if reduction == _MEAN:
             # The denominator of the mean: the labels' weights, without those of ignored labels.
-            counts = 1.0 if weight is None else weight[labels.masked_fill(ignored, 0)]
-            each = each.sum() / (torch.ones_like(each) * counts).masked_fill(ignored, 0.0).sum()
+            label_weights = 1.0 if weight is None else weight[labels.masked_fill(ignored, 0)]
+            row_losses = (
+                row_losses.sum()
+                / (torch.ones_like(row_losses) * label_weights).masked_fill(ignored, 0.0).sum()
+            )
         elif reduction != _NONE:
-            each = each.sum()
-        hard = plain(scores, labels, weight, reduction, ignore_index, 0.0)
-        return (1 - smoothing) * hard + even * each
+            row_losses = row_losses.sum()
+        hard_loss = original_loss(scores, labels, weight, reduction, ignore_index, 0.0)
+        return (1 - smoothing) * hard_loss + smoothing_share * row_losses
 
-    return loss
+    return written_out_loss

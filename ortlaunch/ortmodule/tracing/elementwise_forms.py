@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.onnx import symbolic_helper
 
-from ortlaunch.ortmodule.tracing.symbolics import Form, GraphWriter, form_of_torch, type_of
+from ortlaunch.ortmodule.tracing.symbolics import (
+    Form,
+    GraphWriter,
+    tensor_dtype,
+    torch_form_of_operator,
+)
 
 if TYPE_CHECKING:
     from torch.onnx._internal.torchscript_exporter.jit_utils import GraphContext
@@ -23,11 +28,11 @@ def clamp(g: GraphContext, x: Any, low: Any, high: Any) -> Any:
     """
     from torch.onnx._type_utils import JitScalarType
 
-    kind = int(JitScalarType.from_value(x, JitScalarType.FLOAT).onnx_type())
-    for given, beyond in ((low, "Less"), (high, "Greater")):
-        if given is not None and not symbolic_helper._is_none(given):
-            bound = g.op("Cast", given, to_i=kind)
-            x = g.op("Where", g.op(beyond, x, bound), bound, x)
+    type_code = int(JitScalarType.from_value(x, JitScalarType.FLOAT).onnx_type())
+    for limit, comparison in ((low, "Less"), (high, "Greater")):
+        if limit is not None and not symbolic_helper._is_none(limit):
+            bound = g.op("Cast", limit, to_i=type_code)
+            x = g.op("Where", g.op(comparison, x, bound), bound, x)
     return x
 
 
@@ -47,26 +52,30 @@ def gelu(g: GraphContext, x: Any, approximate: Any) -> Any:
     These are a bfloat16 GELU, which bfloat16.py hands to torch, and the tanh form in float32, whose
     cube torch writes as products.
     """
-    dtype, how = type_of(x), approximate.node().s("value")
-    if (dtype, how) == (torch.bfloat16, "none"):
+    dtype, form_name = tensor_dtype(x), approximate.node().s("value")
+    if (dtype, form_name) == (torch.bfloat16, "none"):
         return g.op("com.microsoft::Gelu", x)
-    if (dtype, how) == (torch.float32, "tanh"):
+    if (dtype, form_name) == (torch.float32, "tanh"):
         return g.op("com.microsoft::FastGelu", x)
-    return form_of_torch("gelu", 9)(g, x, approximate)
+    return torch_form_of_operator("gelu", 9)(g, x, approximate)
 
 
-def casting(name: str, opset: int) -> Form:
+def form_without_equal_casts(operator_name: str, opset: int) -> Form:
     """Return torch's form of an operator, without casts to the type that a tensor already has."""
 
     def symbolic(g: GraphContext, *args: Any) -> Any:
         from torch.onnx._type_utils import JitScalarType
 
-        def cast(value: Any, to_i: int) -> Any:
-            known = JitScalarType.from_value(value, JitScalarType.UNDEFINED)
-            same = known != JitScalarType.UNDEFINED and int(known.onnx_type()) == int(to_i)
-            return value if same else g.op("Cast", value, to_i=to_i)
+        def cast_unless_equal(value: Any, to_i: int) -> Any:
+            value_type = JitScalarType.from_value(value, JitScalarType.UNDEFINED)
+            is_same_type = value_type != JitScalarType.UNDEFINED and int(
+                value_type.onnx_type()
+            ) == int(to_i)
+            return value if is_same_type else g.op("Cast", value, to_i=to_i)
 
-        return form_of_torch(name, opset)(GraphWriter(g, {"Cast": cast}), *args)
+        return torch_form_of_operator(operator_name, opset)(
+            GraphWriter(g, {"Cast": cast_unless_equal}), *args
+        )
 
     return symbolic
 
@@ -86,14 +95,14 @@ def detach(g: GraphContext, x: Any) -> Any:
 
 @functools.cache
 def _stop_gradient_at_copies() -> None:
-    c: Any = importlib.import_module("onnxruntime.capi._pybind_state")
+    ort_bindings: Any = importlib.import_module("onnxruntime.capi._pybind_state")
     clone = "org.pytorch.aten::ATen::clone::"
-    c.register_custom_stop_gradient_edges(clone, {0})
+    ort_bindings.register_custom_stop_gradient_edges(clone, {0})
     # ORT requires a gradient definition for the copy of a weight in any case.
-    c.register_gradient_definition(clone, _no_gradient())
+    ort_bindings.register_gradient_definition(clone, _zero_gradient_definition())
 
 
-def _no_gradient() -> Any:
+def _zero_gradient_definition() -> Any:
     """Return a gradient definition for a node with one input: zeros."""
     from onnxruntime.training.ortmodule._custom_gradient_registry import _to_gradient_definition
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ortlaunch.ortmodule.base.export import Export, own_path, traced_facts
+from ortlaunch.ortmodule.base.export import Export, facts_of_last_trace, path_in_model
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 # The depth of nested containers that are searched.
-_DEEP = 3
-Kept = tuple[Any, object, object]
+_MAX_DEPTH = 3
+KeptEntry = tuple[Any, object, object]
 """A container, a key or index in it, and the object that replaces the entry there."""
-Stale = dict[int, tuple[object, object]]
+StaleEntries = dict[int, tuple[object, object]]
 """By the id of an object: the object, and either the line that made it or its replacement."""
 
 
@@ -55,7 +55,11 @@ class StaleTensor(torch.Tensor):
         cls, func: AnyFunction, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         raise RuntimeError(
-            next(one.message for one in tree_leaves((args, kwargs)) if isinstance(one, StaleTensor))
+            next(
+                argument.message
+                for argument in tree_leaves((args, kwargs))
+                if isinstance(argument, StaleTensor)
+            )
         )
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch has an argument of its own
@@ -69,7 +73,7 @@ class StaleTensor(torch.Tensor):
         return StaleTensor, (self.message,)
 
 
-class _Remade:
+class _HookComputedWeight:
     """A tensor that a layer's own hooks make of its weights in each pass.
 
     Pruning and torch.nn.utils.weight_norm keep it as the attribute `weight`.
@@ -78,99 +82,107 @@ class _Remade:
     def __init__(self, layer: nn.Module) -> None:
         self._layer = layer
 
-    def makes(self, name: str) -> bool:
+    def remakes_attribute(self, attribute_name: str) -> bool:
         """Return whether the hooks make the attribute, without the layer's inputs."""
-        before = vars(self._layer)[name]
+        tensor_before = vars(self._layer)[attribute_name]
         versions = [buffer._version for buffer in self._layer.buffers()]
         try:
-            self.remake()
+            self.run_hooks()
         # A hook that reads its inputs fails in any way.
         except Exception:
             return False
-        made = vars(self._layer)[name]
+        remade_tensor = vars(self._layer)[attribute_name]
         return (
             versions == [buffer._version for buffer in self._layer.buffers()]
-            and isinstance(made, torch.Tensor)
-            and made is not before
-            and made.shape == before.shape
+            and isinstance(remade_tensor, torch.Tensor)
+            and remade_tensor is not tensor_before
+            and remade_tensor.shape == tensor_before.shape
         )
 
-    def remake(self) -> None:
+    def run_hooks(self) -> None:
         for hook in self._layer._forward_pre_hooks.values():
             hook(self._layer, ())
 
 
 @contextlib.contextmanager
-def noted(export: Export) -> Iterator[None]:
+def record_escaped_tensors(export: Export) -> Iterator[None]:
     """Record which tensors of the trace are still alive after it, and where they are stored.
 
     Raises:
         RuntimeError: a tensor is stored where it cannot be replaced.
     """
     yield
-    made = export.facts.pop("made", {})
+    line_by_tensor = export.facts.pop("made", {})
     # A tensor may be left in a reference cycle that nothing uses: collect those before the search.
-    if any(_held(tensor) for tensor in list(made)):
+    if any(_is_not_parameter(tensor) for tensor in list(line_by_tensor)):
         gc.collect()
-    if any(_held(tensor) for tensor in list(made)):
-        with _unfrozen():
-            export.facts["kept"] = _find(export.module, made)
+    if any(_is_not_parameter(tensor) for tensor in list(line_by_tensor)):
+        with _pause_and_unfreeze_gc():
+            export.facts["kept"] = _find_kept_entries(export.module, line_by_tensor)
 
 
 @contextlib.contextmanager
-def _unfrozen() -> Iterator[None]:
+def _pause_and_unfreeze_gc() -> Iterator[None]:
     """Disable garbage collection and unfreeze all objects.
 
     gc.get_referrers searches only objects that are not frozen.
     """
-    frozen = gc.get_freeze_count()
-    enabled = gc.isenabled()
+    frozen_count = gc.get_freeze_count()
+    was_enabled = gc.isenabled()
     gc.disable()
     gc.unfreeze()
     try:
         yield
     finally:
-        if frozen:
+        if frozen_count:
             gc.freeze()
-        if enabled:
+        if was_enabled:
             gc.enable()
 
 
-def put_back(manager: Manager) -> None:
+def restore_stale_tensors(manager: Manager) -> None:
     """Write the stale tensors into their places again.
 
     An export of another graph, or a pass of the model itself, may have written other tensors there.
     """
-    for container, key, value in traced_facts(manager._graph_transition_manager).get("kept", ()):
-        if isinstance(value, _Remade):
-            value.remake()
+    for container, key, value in facts_of_last_trace(manager._graph_transition_manager).get(
+        "kept", ()
+    ):
+        if isinstance(value, _HookComputedWeight):
+            value.run_hooks()
         elif isinstance(container, types.CellType):
             container.cell_contents = value
         elif isinstance(container, dict) or key < len(container):
             container[key] = value
 
 
-def _held(tensor: torch.Tensor) -> bool:
+def _is_not_parameter(tensor: torch.Tensor) -> bool:
     return not isinstance(tensor, nn.Parameter)
 
 
-def _find(module: nn.Module, made: Mapping[torch.Tensor, str]) -> list[Kept]:
-    alive = [tensor for tensor in list(made) if _held(tensor)]
-    stale: Stale = {id(tensor): (tensor, made[tensor]) for tensor in alive}
-    found: list[Kept] = []
-    _replace(module, alive, stale, found, _DEEP)
-    containers = {id(container) for container, _, _ in found}
+def _find_kept_entries(
+    module: nn.Module, line_by_tensor: Mapping[torch.Tensor, str]
+) -> list[KeptEntry]:
+    live_tensors = [tensor for tensor in list(line_by_tensor) if _is_not_parameter(tensor)]
+    stale: StaleEntries = {id(tensor): (tensor, line_by_tensor[tensor]) for tensor in live_tensors}
+    kept_entries: list[KeptEntry] = []
+    _collect_replacements(module, live_tensors, stale, kept_entries, _MAX_DEPTH)
+    container_ids = {id(container) for container, _, _ in kept_entries}
     # Attributes that hold such a container are restored, too: another pass may bind a new
     # container.
     for layer in module.modules():
         for name, value in vars(layer).items():
-            if id(value) in containers or _contains(value, containers, _DEEP):
-                found.append((vars(layer), name, value))
-    return found
+            if id(value) in container_ids or _contains_container(value, container_ids, _MAX_DEPTH):
+                kept_entries.append((vars(layer), name, value))
+    return kept_entries
 
 
-def _replace(
-    module: nn.Module, objects: Sequence[object], stale: Stale, found: list[Kept], deep: int
+def _collect_replacements(
+    module: nn.Module,
+    objects: Sequence[object],
+    stale: StaleEntries,
+    kept_entries: list[KeptEntry],
+    tuple_levels: int,
 ) -> None:
     """Record for each container of one of `objects` the replacement of the object there.
 
@@ -178,21 +190,33 @@ def _replace(
         module: the traced model.
         objects: the objects to replace.
         stale: the objects' entries, see `Stale`.
-        found: the records; extended in place.
-        deep: the number of further levels of tuples to search.
+        kept_entries: the records; extended in place.
+        tuple_levels: the number of further levels of tuples to search.
     """
-    inner: Stale = {}
+    inner_entries: StaleEntries = {}
     # The search's own containers refer to the objects, too.
-    own = {id(objects), id(stale), *map(id, stale.values())}
+    own_ids = {id(objects), id(stale), *map(id, stale.values())}
     for holder in gc.get_referrers(*objects):
-        if id(holder) not in own and not isinstance(holder, types.FrameType):
-            found.extend(_replaced(module, holder, stale, inner if deep else None))
-    if inner:
-        _replace(module, [old for old, _ in inner.values()], inner, found, deep - 1)
+        if id(holder) not in own_ids and not isinstance(holder, types.FrameType):
+            kept_entries.extend(
+                _container_replacements(
+                    module, holder, stale, inner_entries if tuple_levels else None
+                )
+            )
+    if inner_entries:
+        _collect_replacements(
+            module,
+            [old for old, _ in inner_entries.values()],
+            inner_entries,
+            kept_entries,
+            tuple_levels - 1,
+        )
 
 
-def _replaced(module: nn.Module, holder: Any, stale: Stale, inner: Stale | None) -> list[Kept]:
-    """Return the records of one container; a tuple is put into `inner` with its replacement."""
+def _container_replacements(
+    module: nn.Module, holder: Any, stale: StaleEntries, inner_entries: StaleEntries | None
+) -> list[KeptEntry]:
+    """Return the records of one container; a tuple is put into `inner_entries` with its replacement."""
     if isinstance(holder, types.CellType):
         items: Any = {"cell_contents": holder.cell_contents}
     else:
@@ -201,22 +225,27 @@ def _replaced(module: nn.Module, holder: Any, stale: Stale, inner: Stale | None)
             if isinstance(holder, (dict, list, deque, tuple))
             else getattr(holder, "__dict__", None)
         )
-    if items is None or (isinstance(items, tuple) and inner is None):
-        raise RuntimeError(_message(f"a {type(holder).__name__}", "one of its lines"))
-    places = list(items.items() if isinstance(items, dict) else enumerate(items))
-    new = {
-        key: _stale(module, holder, items, key, stale[id(value)])
-        for key, value in places
+    if items is None or (isinstance(items, tuple) and inner_entries is None):
+        raise RuntimeError(_stale_message(f"a {type(holder).__name__}", "one of its lines"))
+    keys_and_values = list(items.items() if isinstance(items, dict) else enumerate(items))
+    replacements = {
+        key: _replacement_of_entry(module, holder, items, key, stale[id(value)])
+        for key, value in keys_and_values
         if id(value) in stale
     }
-    if isinstance(items, tuple) and inner is not None:
-        inner[id(items)] = items, _typed(items, tuple(new.get(key, value) for key, value in places))
+    if isinstance(items, tuple) and inner_entries is not None:
+        inner_entries[id(items)] = (
+            items,
+            _same_tuple_type(
+                items, tuple(replacements.get(key, value) for key, value in keys_and_values)
+            ),
+        )
         return []
     container = holder if isinstance(holder, types.CellType) else items
-    return [(container, key, value) for key, value in new.items()]
+    return [(container, key, value) for key, value in replacements.items()]
 
 
-def _stale(
+def _replacement_of_entry(
     module: nn.Module, holder: object, items: object, key: Any, entry: tuple[object, object]
 ) -> object:
     """Return the object that replaces an entry under a key of a container."""
@@ -224,36 +253,40 @@ def _stale(
         return entry[1]
     for path, layer in module.named_modules():
         if items is layer._buffers:
-            raise RuntimeError(_message(f"the buffer {own_path(f'{path}.{key}')}", entry[1]))
-        if items is vars(layer) and (remade := _Remade(layer)).makes(key):
-            return remade
-    return StaleTensor(_message(_where(module, holder, items, key), entry[1]))
+            raise RuntimeError(
+                _stale_message(f"the buffer {path_in_model(f'{path}.{key}')}", entry[1])
+            )
+        if items is vars(layer) and (hook_weight := _HookComputedWeight(layer)).remakes_attribute(
+            key
+        ):
+            return hook_weight
+    return StaleTensor(_stale_message(_container_description(module, holder, items, key), entry[1]))
 
 
-def _message(where: str, line: str) -> str:
+def _stale_message(location: str, source_line: str) -> str:
     return (
-        f"{where} keeps a tensor that the forward pass made at {line}. "
+        f"{location} keeps a tensor that the forward pass made at {source_line}. "
         "ONNX Runtime's graph returns the outputs of the model alone, so that this tensor would "
         "stay the first pass's, without a gradient: return it from forward"
     )
 
 
-def _where(module: nn.Module, holder: object, items: object, key: Any) -> str:
+def _container_description(module: nn.Module, holder: object, items: object, key: Any) -> str:
     for path, layer in module.named_modules():
         if items is vars(layer):
-            return f"the model's attribute {own_path(f'{path}.{key}')}"
+            return f"the model's attribute {path_in_model(f'{path}.{key}')}"
         for name, value in vars(layer).items():
-            if value is items or (name not in _HOOKS and _contains(value, {id(items)}, _DEEP)):
-                return f"the model's attribute {own_path(f'{path}.{name}')}"
+            if value is items or (
+                name not in _HOOKS and _contains_container(value, {id(items)}, _MAX_DEPTH)
+            ):
+                return f"the model's attribute {path_in_model(f'{path}.{name}')}"
         for hook in (hook for hooks in _HOOKS for hook in getattr(layer, hooks).values()):
-            if any(items is value or holder is value for value in _reads(hook)):
-                return (
-                    f"a hook of the layer {own_path(path) or 'around all others'} (under {key!r})"
-                )
+            if any(items is value or holder is value for value in _objects_in_reach_of_hook(hook)):
+                return f"a hook of the layer {path_in_model(path) or 'around all others'} (under {key!r})"
     return f"a {type(holder).__name__} outside the model (under {key!r})"
 
 
-def _reads(hook: object) -> Iterator[object]:
+def _objects_in_reach_of_hook(hook: object) -> Iterator[object]:
     """Yield the objects that a hook may write to."""
     function = getattr(hook, "__func__", hook)
     for cell in getattr(function, "__closure__", None) or ():
@@ -266,12 +299,19 @@ def _reads(hook: object) -> Iterator[object]:
         yield from (function.__globals__.get(name) for name in function.__code__.co_names)
 
 
-def _typed(old: Any, values: tuple[Any, ...]) -> Any:
-    return type(old)(*values) if hasattr(old, "_fields") else type(old)(values)
+def _same_tuple_type(original_tuple: Any, values: tuple[Any, ...]) -> Any:
+    return (
+        type(original_tuple)(*values)
+        if hasattr(original_tuple, "_fields")
+        else type(original_tuple)(values)
+    )
 
 
-def _contains(value: object, containers: set[int], deep: int) -> bool:
-    if not deep or not isinstance(value, (dict, list, tuple, deque)):
+def _contains_container(value: object, container_ids: set[int], levels: int) -> bool:
+    if not levels or not isinstance(value, (dict, list, tuple, deque)):
         return False
     inner = value.values() if isinstance(value, dict) else value
-    return any(id(item) in containers or _contains(item, containers, deep - 1) for item in inner)
+    return any(
+        id(item) in container_ids or _contains_container(item, container_ids, levels - 1)
+        for item in inner
+    )

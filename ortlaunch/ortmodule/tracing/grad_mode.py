@@ -23,7 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ortlaunch.ortmodule.base import export as ort_export
 from ortlaunch.ortmodule.base.ort_types import AnyFunction
-from ortlaunch.ortmodule.base.torch_calls import getter
+from ortlaunch.ortmodule.base.torch_calls import tensor_getter
 
 if TYPE_CHECKING:
     from ortlaunch.ortmodule.base.ort_types import Args, Kwargs
@@ -33,36 +33,36 @@ _GRAD_MODE = torch.autograd.grad_mode.__file__
 # Types that contain no tensors; `tensors` skips them for speed.
 _NO_TENSORS = {int, float, bool, str, type(None), slice, torch.Size, torch.dtype, torch.device}
 Export = AnyFunction
-# The grad mode at the start of the current export's forward pass; one entry for each open `begins`.
-_begins: list[bool] = []
+# The grad mode at the start of the current export's forward pass; one entry for each open `set_starting_grad_mode`.
+_starting_modes: list[bool] = []
 # One entry for each time that the model read the grad mode.
-_reads: list[None] = []
+_mode_reads: list[None] = []
 
 
 @contextlib.contextmanager
-def begins(gradients: bool) -> Iterator[None]:
+def set_starting_grad_mode(is_enabled: bool) -> Iterator[None]:
     """Set the grad mode in which an export's forward pass begins."""
-    _begins.append(gradients)
+    _starting_modes.append(is_enabled)
     try:
         yield
     finally:
-        _begins.pop()
+        _starting_modes.pop()
 
 
-def at_start(default: bool) -> bool:
+def starting_grad_mode(default_mode: bool) -> bool:
     """Return whether gradients are on at the start of this export's forward pass."""
-    return _begins[-1] if _begins else default
+    return _starting_modes[-1] if _starting_modes else default_mode
 
 
 @contextlib.contextmanager
-def noted(export: ort_export.Export) -> Iterator[None]:
+def record_grad_mode_reads(export: ort_export.Export) -> Iterator[None]:
     """Record whether the model reads the grad mode; its graph is then valid for this mode only."""
-    _reads.clear()
+    _mode_reads.clear()
     yield
-    export.facts["grad_mode"] = bool(_reads)
+    export.facts["grad_mode"] = bool(_mode_reads)
 
 
-def following_grad_mode(export: Export) -> Export:
+def wrap_with_grad_mode_tracking(export: Export) -> Export:
     """Wrap an export so that it follows the model's grad mode.
 
     The mode is set by `no_grad`, `set_grad_enabled`, `enable_grad` and `inference_mode`.
@@ -71,30 +71,30 @@ def following_grad_mode(export: Export) -> Export:
     @functools.wraps(export)
     def export_with_grad_mode(model: torch.nn.Module, *args: object, **kwargs: object) -> object:
         with (
-            _GradMode(model, kwargs["training"] != torch.onnx.TrainingMode.EVAL) as mode,
-            mode.intercepted(),
+            _GradModeTracker(model, kwargs["training"] != torch.onnx.TrainingMode.EVAL) as mode,
+            mode.intercept_hidden_calls(),
         ):
             return export(model, *args, **kwargs)
 
     return export_with_grad_mode
 
 
-_SCATTER = {torch.scatter, torch.Tensor.scatter, torch.Tensor.scatter_}
+_SCATTER_FUNCTIONS = {torch.scatter, torch.Tensor.scatter, torch.Tensor.scatter_}
 
 
-class _GradMode(TorchFunctionMode):
+class _GradModeTracker(TorchFunctionMode):
     """A function mode that tracks the model's grad mode, and which tensors have a gradient.
 
     A tensor that no tracked call has made counts as trained: it is an input of the model or of a
     scripted function.
     """
 
-    def __init__(self, model: torch.nn.Module, training: bool) -> None:
+    def __init__(self, model: torch.nn.Module, is_training: bool) -> None:
         super().__init__()
-        begin = at_start(training)
-        self._training = training and begin
+        starting_mode = starting_grad_mode(is_training)
+        self._training = is_training and starting_mode
         # The mode that the model sees; for torch gradients are off throughout an export.
-        self._enabled = begin
+        self._enabled = starting_mode
         # By tensor: whether it has a gradient with gradients on everywhere.
         self._trained = WeakTensorKeyDictionary()
         # Tensors computed from trained ones with gradients off, each with its detached copy.
@@ -103,56 +103,56 @@ class _GradMode(TorchFunctionMode):
             self._trained[tensor] = tensor.requires_grad
 
     @contextlib.contextmanager
-    def intercepted(self) -> Iterator[None]:
+    def intercept_hidden_calls(self) -> Iterator[None]:
         """Intercept the calls that no function mode sees.
 
         These are reads of the grad mode, and custom functions.
         """
-        plain = vars(torch.autograd.Function)["apply"]
-        weights = set(map(id, self._trained.keys()))
+        original_apply = vars(torch.autograd.Function)["apply"]
+        weight_ids = set(map(id, self._trained.keys()))
 
-        def applied(
+        def apply_function(
             function: type[torch.autograd.Function], /, *args: object, **kwargs: object
         ) -> object:
-            def apply(*args: object, **kwargs: object) -> object:
-                if has_torch_function(given):
-                    return handle_torch_function(apply, given, *args, **kwargs)
-                return plain.__get__(None, function)(*args, **kwargs)
+            def call_apply(*args: object, **kwargs: object) -> object:
+                if has_torch_function(input_tensors):
+                    return handle_torch_function(call_apply, input_tensors, *args, **kwargs)
+                return original_apply.__get__(None, function)(*args, **kwargs)
 
-            given = tuple(tensors((args, kwargs)))
+            input_tensors = tuple(nested_tensors((args, kwargs)))
             # In a layer that runs as torch.
             if not torch.jit.is_tracing():
-                return apply(*args, **kwargs)
+                return call_apply(*args, **kwargs)
             # A trace takes other arguments for constants; a weight's memory is that of each step.
-            nested = tensors([value for value in args if not isinstance(value, _T)])
-            if not {id(tensor) for tensor in nested} <= weights:
-                raise RuntimeError(_NESTED.format(function.__name__))
-            versions = versions_of(given)
-            result = apply(*args, **kwargs)
-            if changed_since(given, versions):
-                raise RuntimeError(_DIRTY.format(function.__name__))
+            nested = nested_tensors([value for value in args if not isinstance(value, _T)])
+            if not {id(tensor) for tensor in nested} <= weight_ids:
+                raise RuntimeError(_NESTED_MESSAGE.format(function.__name__))
+            versions = tensor_versions(input_tensors)
+            result = call_apply(*args, **kwargs)
+            if tensors_changed_since(input_tensors, versions):
+                raise RuntimeError(_DIRTY_MESSAGE.format(function.__name__))
             return result
 
-        def is_enabled() -> bool:
+        def read_grad_mode() -> bool:
             # torch's own grad mode classes read the mode to restore it later; only reads by the
             # model count.
             if sys._getframe(1).f_code.co_filename != _GRAD_MODE:
-                _reads.append(None)
+                _mode_reads.append(None)
             return self._enabled
 
-        def enter(inference: torch.inference_mode) -> None:
+        def enter_inference_mode(inference: torch.inference_mode) -> None:
             vars(inference)["prev"] = self._enabled
             self._enabled = not inference.mode
 
-        def leave(inference: torch.inference_mode, *raised: object) -> None:
+        def leave_inference_mode(inference: torch.inference_mode, *raised: object) -> None:
             self._enabled = vars(inference)["prev"]
 
         with contextlib.ExitStack() as patches:
             for owner, name, new in (
-                (torch, "is_grad_enabled", is_enabled),
-                (torch.autograd.Function, "apply", classmethod(applied)),
-                (torch.inference_mode, "__enter__", enter),
-                (torch.inference_mode, "__exit__", leave),
+                (torch, "is_grad_enabled", read_grad_mode),
+                (torch.autograd.Function, "apply", classmethod(apply_function)),
+                (torch.inference_mode, "__enter__", enter_inference_mode),
+                (torch.inference_mode, "__exit__", leave_inference_mode),
             ):
                 patches.enter_context(mock.patch.object(owner, name, new))
             yield
@@ -163,54 +163,61 @@ class _GradMode(TorchFunctionMode):
         if func is torch._C._set_grad_enabled:
             self._enabled = args[0]
             return None
-        if func == getter("requires_grad") and args[0] in self._trained:
+        if func == tensor_getter("requires_grad") and args[0] in self._trained:
             return self._trained[args[0]] and args[0] not in self._stopped
         if func is _T.register_hook and self._has_gradient(args[0]):
             raise RuntimeError(
                 "the forward pass gives a tensor a hook, and ONNX Runtime's backward pass calls "
                 "none"
             )
-        if func == getter("data"):
+        if func == tensor_getter("data"):
             # A trace records .data as a constant.
             func = _T.detach
             args = args[:1]
-        if any(isinstance(value, complex) for value in args) and (given := tensors(args)):
+        if any(isinstance(value, complex) for value in args) and (
+            input_tensors := nested_tensors(args)
+        ):
             # A trace refuses Python's complex numbers, as 1j * x has.
             args = tuple(
-                _complex(value, given[0]) if isinstance(value, complex) else value for value in args
+                _complex_constant(value, input_tensors[0]) if isinstance(value, complex) else value
+                for value in args
             )
         # torch's exporter has no form of a scatter of True or False.
-        if func in _SCATTER:
+        if func in _SCATTER_FUNCTIONS:
             args = tuple(int(value) if isinstance(value, bool) else value for value in args)
-        return self._call(func, args, kwargs or {})
+        return self._call_and_track(func, args, kwargs or {})
 
-    def _call(self, func: AnyFunction, args: Args, kwargs: Kwargs) -> object:
-        given = [tensor for tensor in tensors((args, kwargs)) if _differentiable(tensor)]
-        versions = versions_of(given)
-        trained = func is not _T.detach and any(self._has_gradient(tensor) for tensor in given)
-        if self._enabled and any(tensor in self._stopped for tensor in given):
-            args, kwargs = tree_map_only(torch.Tensor, self._detached, (args, kwargs))
+    def _call_and_track(self, func: AnyFunction, args: Args, kwargs: Kwargs) -> object:
+        float_tensors = [
+            tensor for tensor in nested_tensors((args, kwargs)) if _can_have_gradient(tensor)
+        ]
+        versions = tensor_versions(float_tensors)
+        is_trained = func is not _T.detach and any(
+            self._has_gradient(tensor) for tensor in float_tensors
+        )
+        if self._enabled and any(tensor in self._stopped for tensor in float_tensors):
+            args, kwargs = tree_map_only(torch.Tensor, self._detached_copy, (args, kwargs))
         result = func(*args, **kwargs)
-        changed = changed_since(given, versions)
+        changed = tensors_changed_since(float_tensors, versions)
         for tensor in changed:
             if isinstance(tensor, torch.nn.Parameter):
-                raise RuntimeError(CHANGED_WEIGHT)
+                raise RuntimeError(CHANGED_WEIGHT_MESSAGE)
             # The tensor was made in one mode and is changed in the other; detaching cannot express
             # that.
             if self._has_gradient(tensor) and (tensor in self._stopped) == self._enabled:
-                raise RuntimeError(CHANGED)
-        for tensor in (*changed, *filter(_differentiable, tensors(result))):
-            self._trained[tensor] = trained
+                raise RuntimeError(CHANGED_MESSAGE)
+        for tensor in (*changed, *filter(_can_have_gradient, nested_tensors(result))):
+            self._trained[tensor] = is_trained
             self._stopped.pop(tensor, None)
-            if trained and not self._enabled:
+            if is_trained and not self._enabled:
                 self._stopped[tensor] = None
         return result
 
     def _has_gradient(self, tensor: torch.Tensor) -> bool:
         """Return whether the tensor would have a gradient if gradients were on everywhere."""
-        return self._training and _differentiable(tensor) and self._trained.get(tensor, True)
+        return self._training and _can_have_gradient(tensor) and self._trained.get(tensor, True)
 
-    def _detached(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _detached_copy(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor not in self._stopped:
             return tensor
         stopped: torch.Tensor | None = self._stopped[tensor]
@@ -219,7 +226,7 @@ class _GradMode(TorchFunctionMode):
         return stopped
 
 
-def tensors(values: Any) -> list[torch.Tensor]:
+def nested_tensors(values: Any) -> list[torch.Tensor]:
     """Return the tensors among arguments or results.
 
     The result is that of torch's tree_leaves, in a tenth of its time.
@@ -227,52 +234,58 @@ def tensors(values: Any) -> list[torch.Tensor]:
     if isinstance(values, _T):
         return [values]
     if type(values) in (tuple, list):
-        return [tensor for value in values for tensor in tensors(value)]
+        return [tensor for value in values for tensor in nested_tensors(value)]
     if type(values) is dict:
-        return [tensor for value in values.values() for tensor in tensors(value)]
+        return [tensor for value in values.values() for tensor in nested_tensors(value)]
     if type(values) in _NO_TENSORS:
         return []
     return [value for value in tree_leaves(values) if isinstance(value, _T)]
 
 
-def versions_of(values: Sequence[torch.Tensor]) -> list[int]:
+def tensor_versions(checked_tensors: Sequence[torch.Tensor]) -> list[int]:
     """Return how often each tensor was changed in place; hidden from function modes."""
     with torch._C.DisableTorchFunction():
-        return [value._version for value in values]
+        return [value._version for value in checked_tensors]
 
 
-def changed_since(values: Sequence[torch.Tensor], versions: Sequence[int]) -> list[torch.Tensor]:
-    """Return the tensors that were changed in place since `versions_of` returned `versions`."""
-    return [value for value, old, new in zip(values, versions, versions_of(values)) if old != new]
+def tensors_changed_since(
+    checked_tensors: Sequence[torch.Tensor], versions: Sequence[int]
+) -> list[torch.Tensor]:
+    """Return the tensors that were changed in place since `tensor_versions` returned `versions`."""
+    return [
+        value
+        for value, old, new in zip(checked_tensors, versions, tensor_versions(checked_tensors))
+        if old != new
+    ]
 
 
-def _differentiable(tensor: torch.Tensor) -> bool:
+def _can_have_gradient(tensor: torch.Tensor) -> bool:
     with torch._C.DisableTorchFunction():
         return bool(tensor.is_floating_point() or tensor.is_complex())
 
 
-def _complex(value: complex, like: torch.Tensor) -> torch.Tensor:
+def _complex_constant(value: complex, like_tensor: torch.Tensor) -> torch.Tensor:
     """Compute a complex constant in the graph, because ONNX has none."""
     parts = [
-        like.new_zeros((), dtype=torch.get_default_dtype()) + part
+        like_tensor.new_zeros((), dtype=torch.get_default_dtype()) + part
         for part in (value.real, value.imag)
     ]
     return torch.complex(parts[0], parts[1])
 
 
 _AS_TORCH = "or let the layer run as torch (Settings.torch_modules=['PATH OF THE LAYER'])"
-_NESTED = (
+_NESTED_MESSAGE = (
     "the custom function {} is given tensors in a list, a tuple or a dictionary, and ONNX Runtime's "
     f"graph would hold those of the first batch: pass each as an argument of its own, {_AS_TORCH}"
 )
-_DIRTY = (
+_DIRTY_MESSAGE = (
     "the custom function {} changes an argument in place, and ONNX Runtime may read it elsewhere: "
     f"return a new tensor, without ctx.mark_dirty, {_AS_TORCH}"
 )
-CHANGED_WEIGHT = (
+CHANGED_WEIGHT_MESSAGE = (
     "a weight is changed in the forward pass, which ONNX Runtime's graph would leave out"
 )
-CHANGED = (
+CHANGED_MESSAGE = (
     "a tensor with a gradient is changed in place under torch.no_grad(), or one made there is "
     "changed outside: ONNX Runtime's gradient would be another than PyTorch's; "
     "write the change without a trailing underscore"

@@ -15,7 +15,12 @@ from typing import Any
 import torch
 from torch.onnx import symbolic_helper
 
-from ortlaunch.ortmodule.tracing.symbolics import GraphWriter, integers, is_bool, type_of
+from ortlaunch.ortmodule.tracing.symbolics import (
+    GraphWriter,
+    is_boolean_tensor,
+    tensor_dtype,
+    write_integers,
+)
 
 # torch indexes with uint8 tensors as with masks.
 _MASKS = (torch.bool, torch.uint8)
@@ -27,27 +32,40 @@ def index(g: Any, x: Any, indices: Any) -> Any:
     With several tensors torch's form does not wrap negative indices, and accepts only masks of one
     dimension.
     """
-    given = _without_masks(g, symbolic_helper._unpack_list(indices))
-    tensors = [dim for dim, one in enumerate(given) if not symbolic_helper._is_none(one)]
-    for dim in tensors if len(tensors) > 1 else ():
-        place = g.op("Cast", given[dim], to_i=torch.onnx.TensorProtoDataType.INT64.value)
+    unmasked_indices = _masks_to_indices(g, symbolic_helper._unpack_list(indices))
+    tensor_dims = [
+        dim
+        for dim, index_tensor in enumerate(unmasked_indices)
+        if not symbolic_helper._is_none(index_tensor)
+    ]
+    for dim in tensor_dims if len(tensor_dims) > 1 else ():
+        integer_index = g.op(
+            "Cast", unmasked_indices[dim], to_i=torch.onnx.TensorProtoDataType.INT64.value
+        )
         # The sizes are read at run time, because they may differ between batches.
-        from_end = g.op("Add", place, g.op("Gather", g.op("Shape", x), integers(g, dim)))
-        given[dim] = g.op("Where", g.op("Less", place, integers(g, 0)), from_end, place)
-        indices = g.op("prim::ListConstruct", *given)
+        from_end = g.op(
+            "Add", integer_index, g.op("Gather", g.op("Shape", x), write_integers(g, dim))
+        )
+        unmasked_indices[dim] = g.op(
+            "Where", g.op("Less", integer_index, write_integers(g, 0)), from_end, integer_index
+        )
+        indices = g.op("prim::ListConstruct", *unmasked_indices)
     return importlib.import_module("torch.onnx.symbolic_opset11").index(g, x, indices)
 
 
-def _without_masks(g: Any, indices: list[Any]) -> list[Any]:
+def _masks_to_indices(g: Any, indices: list[Any]) -> list[Any]:
     """Replace each mask by the indices of its true values: one index tensor for each dimension."""
-    given: list[Any] = []
-    for one in indices:
-        if symbolic_helper._is_none(one) or type_of(one) not in _MASKS:
-            given.append(one)
+    index_tensors: list[Any] = []
+    for index_tensor in indices:
+        if symbolic_helper._is_none(index_tensor) or tensor_dtype(index_tensor) not in _MASKS:
+            index_tensors.append(index_tensor)
         else:
-            places = g.op("NonZero", one)
-            given += [g.op("Gather", places, integers(g, dim)) for dim in range(one.type().dim())]
-    return given
+            true_positions = g.op("NonZero", index_tensor)
+            index_tensors += [
+                g.op("Gather", true_positions, write_integers(g, dim))
+                for dim in range(index_tensor.type().dim())
+            ]
+    return index_tensors
 
 
 def index_put(g: Any, into: Any, indices: Any, values: Any, accumulate: Any = None) -> Any:
@@ -56,44 +74,53 @@ def index_put(g: Any, into: Any, indices: Any, values: Any, accumulate: Any = No
     Torch's form requires values of the replaced elements' shape. With `accumulate` it keeps only
     one of several values for the same element.
     """
-    put = importlib.import_module("torch.onnx.symbolic_opset11").index_put
-    given: list[Any] = symbolic_helper._unpack_list(indices)
-    adds = accumulate is not None and symbolic_helper._maybe_get_const(accumulate, "b")
-    masked = any(is_bool(one) for one in given)
+    torch_form = importlib.import_module("torch.onnx.symbolic_opset11").index_put
+    index_tensors: list[Any] = symbolic_helper._unpack_list(indices)
+    accumulates = accumulate is not None and symbolic_helper._maybe_get_const(accumulate, "b")
+    has_mask = any(is_boolean_tensor(index_tensor) for index_tensor in index_tensors)
     # For a single mask and a scalar, torch's form is a masked fill, of a mask with all dimensions.
-    if masked and len(given) == 1 and not adds and symbolic_helper._get_tensor_rank(values) == 0:
-        missing = range(given[0].type().dim(), into.type().dim())
-        if missing:
-            mask = symbolic_helper._unsqueeze_helper(g, given[0], [*missing])
-            mask.setType(given[0].type().with_sizes([None] * into.type().dim()))
+    if (
+        has_mask
+        and len(index_tensors) == 1
+        and not accumulates
+        and symbolic_helper._get_tensor_rank(values) == 0
+    ):
+        missing_dims = range(index_tensors[0].type().dim(), into.type().dim())
+        if missing_dims:
+            mask = symbolic_helper._unsqueeze_helper(g, index_tensors[0], [*missing_dims])
+            mask.setType(index_tensors[0].type().with_sizes([None] * into.type().dim()))
             indices = g.op("prim::ListConstruct", mask)
-        return put(g, into, indices, values, accumulate)
-    own: dict[str, Callable[..., Any]] = {}
-    if masked:
-        indices = g.op("prim::ListConstruct", *_without_masks(g, given))
-    if _are_broadcast(g, masked):
+        return torch_form(g, into, indices, values, accumulate)
+    replaced_operators: dict[str, Callable[..., Any]] = {}
+    if has_mask:
+        indices = g.op("prim::ListConstruct", *_masks_to_indices(g, index_tensors))
+    if _may_repeat_values(g, has_mask):
         # Torch's form reshapes the values; Expand also repeats them.
-        own["Reshape"] = lambda value, shape, **_: g.op("Expand", value, shape)
-    if adds:
-        _require_sums(g)
-        own["ScatterND"] = functools.partial(g.op, "ScatterND", reduction_s="add")
-    return put(GraphWriter(g, own), into, indices, values, accumulate)
+        replaced_operators["Reshape"] = lambda value, shape, **_: g.op("Expand", value, shape)
+    if accumulates:
+        _require_summing_opset(g)
+        replaced_operators["ScatterND"] = functools.partial(g.op, "ScatterND", reduction_s="add")
+    return torch_form(GraphWriter(g, replaced_operators), into, indices, values, accumulate)
 
 
-def _are_broadcast(g: Any, masked: bool) -> bool:
+def _may_repeat_values(g: Any, has_mask: bool) -> bool:
     """Return whether the values of an index_put in the traced graph may have to be repeated."""
     into, indices, values = [*g.original_node.inputs()][:3]
-    places = [place.type().dim() for place in indices.node().inputs()]
+    index_ranks = [index_tensor.type().dim() for index_tensor in indices.node().inputs()]
     sizes = values.type().sizes()
-    if sizes is None or into.type().dim() is None or None in places:
+    if sizes is None or into.type().dim() is None or None in index_ranks:
         # Types are missing in a node that the exporter itself made, for `x[..., 0] = y`. Its values
         # have been reshaped, so that none is repeated.
         return False
     # Values may be repeated if they have fewer dimensions than `into[indices]`, or one of size 1.
-    return masked or len(sizes) != max(places) + into.type().dim() - len(places) or 1 in sizes
+    return (
+        has_mask
+        or len(sizes) != max(index_ranks) + into.type().dim() - len(index_ranks)
+        or 1 in sizes
+    )
 
 
-def _require_sums(g: Any) -> None:
+def _require_summing_opset(g: Any) -> None:
     """Refuse an opset before 16, whose Scatter operators cannot add.
 
     There torch's forms keep only one of several values for the same element.
@@ -104,28 +131,30 @@ def _require_sums(g: Any) -> None:
         )
 
 
-def diff(g: Any, x: Any, times: Any, dim: Any, before: Any, after: Any) -> Any:
+def diff(g: Any, x: Any, difference_count: Any, dim: Any, prepended: Any, appended: Any) -> Any:
     """Write diff, for which torch's exporter has no form."""
     axis = symbolic_helper._get_const(dim, "i", "dim")
-    order = symbolic_helper._get_const(times, "i", "n")
+    order = symbolic_helper._get_const(difference_count, "i", "n")
     # torch's diff with n=0 returns `x` alone, and ignores `prepend` and `append`.
     if order == 0:
         return x
-    parts = [part for part in (before, x, after) if not symbolic_helper._is_none(part)]
+    parts = [part for part in (prepended, x, appended) if not symbolic_helper._is_none(part)]
     x = g.op("Concat", *parts, axis_i=axis) if len(parts) > 1 else x
     # torch's difference of two booleans is their exclusive or.
-    minus = "Xor" if is_bool(x) else "Sub"
+    operator_type = "Xor" if is_boolean_tensor(x) else "Sub"
     for _ in range(order):
         later = symbolic_helper._slice_helper(g, x, axes=[axis], starts=[1], ends=[sys.maxsize])
         x = g.op(
-            minus, later, symbolic_helper._slice_helper(g, x, axes=[axis], starts=[0], ends=[-1])
+            operator_type,
+            later,
+            symbolic_helper._slice_helper(g, x, axes=[axis], starts=[0], ends=[-1]),
         )
     return x
 
 
 def cumsum(g: Any, x: Any, dim: Any, dtype: Any = None) -> Any:
     """Write cumsum; a boolean tensor is cast to integers first."""
-    if is_bool(x):
+    if is_boolean_tensor(x):
         x = g.op("Cast", x, to_i=torch.onnx.TensorProtoDataType.INT64.value)
     return importlib.import_module("torch.onnx.symbolic_opset11").cumsum(g, x, dim, dtype)
 
@@ -137,18 +166,23 @@ def floor_divide(g: Any, x: Any, y: Any) -> Any:
     """
     # Sizes are not negative, so the exporter's form is right for them, and ORT infers shapes from
     # it.
-    if _is_size(x) and _is_size(y):
+    if _is_nonnegative_size(x) and _is_nonnegative_size(y):
         return importlib.import_module("torch.onnx.symbolic_opset9").floor_divide(g, x, y)
     # ONNX's Mod has the sign of the divisor, so the difference is a multiple of the divisor.
     return g.op("Div", g.op("Sub", x, g.op("Mod", x, y)), y)
 
 
-def _is_size(value: Any) -> bool:
+def _is_nonnegative_size(value: Any) -> bool:
     """Return whether a value is computed from sizes and non-negative constants only."""
     node = value.node()
-    kind = node.kind().removeprefix("onnx::")
-    if kind == "Constant":
+    operator_type = node.kind().removeprefix("onnx::")
+    if operator_type == "Constant":
         return bool((node.t("value") >= 0).all())
-    if kind in ("Gather", "Cast", "Add", "Mul", "Div", "Squeeze", "Unsqueeze"):
-        return all(map(_is_size, list(node.inputs())[: 1 if kind == "Gather" else None]))
-    return kind == "Shape"
+    if operator_type in ("Gather", "Cast", "Add", "Mul", "Div", "Squeeze", "Unsqueeze"):
+        return all(
+            map(
+                _is_nonnegative_size,
+                list(node.inputs())[: 1 if operator_type == "Gather" else None],
+            )
+        )
+    return operator_type == "Shape"

@@ -9,9 +9,9 @@ from torch.onnx import symbolic_helper
 from ortlaunch.ortmodule.tracing.symbolics import (
     Form,
     GraphWriter,
-    form_of_torch,
-    forms_of_ort,
-    number_like,
+    ort_forms,
+    torch_form_of_operator,
+    write_number_like,
 )
 
 if TYPE_CHECKING:
@@ -25,22 +25,24 @@ def layer_norm(g: GraphContext, x: Any, sizes: Any, weight: Any, bias: Any, *oth
     shares a constant between norms, and ORT would give two gradients the same name.
     """
     if symbolic_helper._is_none(bias) and not symbolic_helper._is_none(weight):
-        bias = g.op("Mul", weight, number_like(g, 0.0, weight))
-    return forms_of_ort()["aten::layer_norm"](g, x, sizes, weight, bias, *others)
+        bias = g.op("Mul", weight, write_number_like(g, 0.0, weight))
+    return ort_forms()["aten::layer_norm"](g, x, sizes, weight, bias, *others)
 
 
-def rooted(name: str) -> Form:
+def form_with_safe_root(operator_name: str) -> Form:
     """Return torch's form of an operator with a square root whose gradient at zero is zero."""
 
     def symbolic(g: GraphContext, *args: Any) -> Any:
-        def root(square: Any) -> Any:
-            zero = number_like(g, 0.0, square)
-            nothing = g.op("Equal", square, zero)
+        def write_safe_root(square: Any) -> Any:
+            zero = write_number_like(g, 0.0, square)
+            is_zero = g.op("Equal", square, zero)
             # Where the square is 0 the root is taken of 1: the root's infinite gradient times
             # Where's 0 would be nan.
-            safe = g.op("Where", nothing, number_like(g, 1.0, square), square)
-            return g.op("Where", nothing, zero, g.op("Sqrt", safe))
+            safe_square = g.op("Where", is_zero, write_number_like(g, 1.0, square), square)
+            return g.op("Where", is_zero, zero, g.op("Sqrt", safe_square))
 
-        return form_of_torch(name, 9)(GraphWriter(g, {"Sqrt": root}), *args)
+        return torch_form_of_operator(operator_name, 9)(
+            GraphWriter(g, {"Sqrt": write_safe_root}), *args
+        )
 
     return symbolic

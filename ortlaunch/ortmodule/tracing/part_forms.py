@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.onnx import symbolic_helper
 
-from ortlaunch.ortmodule.tracing.symbolics import integers
+from ortlaunch.ortmodule.tracing.symbolics import write_integers
 
 
 def chunk(g: Any, x: Any, chunks: Any, dim: Any) -> Any:
@@ -20,11 +20,11 @@ def chunk(g: Any, x: Any, chunks: Any, dim: Any) -> Any:
     """
     count, axis = (symbolic_helper._get_const(value, "i", "chunk") for value in (chunks, dim))
     # The node that unpacks the list has one output for each traced part.
-    number = next(use.user for use in g.original_node.output().uses()).outputsSize()
-    return g.op("prim::ListConstruct", *constant_chunk(g, x, count, axis, number))
+    part_count = next(use.user for use in g.original_node.output().uses()).outputsSize()
+    return g.op("prim::ListConstruct", *constant_chunk(g, x, count, axis, part_count))
 
 
-def constant_chunk(g: Any, x: Any, chunks: int, dim: int, number: int = 0) -> list[Any]:
+def constant_chunk(g: Any, x: Any, chunks: int, dim: int, part_count: int = 0) -> list[Any]:
     """Write a split into parts whose size is computed from the dimension's size.
 
     Args:
@@ -32,13 +32,15 @@ def constant_chunk(g: Any, x: Any, chunks: int, dim: int, number: int = 0) -> li
         x: the tensor.
         chunks: the requested number of parts.
         dim: the dimension to split.
-        number: the actual number of parts, if it is not `chunks`.
+        part_count: the actual number of parts, if it is not `chunks`.
     """
     # Division that rounds up, as in torch's chunk.
-    each = g.op(
-        "Div", g.op("Add", _size(g, x, dim), integers(g, [chunks - 1])), integers(g, [chunks])
+    part_size = g.op(
+        "Div",
+        g.op("Add", _write_dim_size(g, x, dim), write_integers(g, [chunks - 1])),
+        write_integers(g, [chunks]),
     )
-    return _parts(g, x, each, dim, number or chunks)
+    return _write_split(g, x, part_size, dim, part_count or chunks)
 
 
 def split(g: Any, x: Any, sizes: Any, dim: Any, _outputs: Any = None) -> Any:
@@ -47,43 +49,49 @@ def split(g: Any, x: Any, sizes: Any, dim: Any, _outputs: Any = None) -> Any:
     If the dimension's size is unknown, torch's form assumes that the last part is as large as the
     others.
     """
-    size, axis = (symbolic_helper._maybe_get_const(value, "i") for value in (sizes, dim))
-    number = symbolic_helper._maybe_get_const(_outputs, "i")
-    unknown = symbolic_helper._get_tensor_dim_size(x, axis) is None
-    if unknown and isinstance(size, int) and isinstance(number, int):
-        return _parts(g, x, integers(g, [size]), axis, number)
+    part_size, axis = (symbolic_helper._maybe_get_const(value, "i") for value in (sizes, dim))
+    part_count = symbolic_helper._maybe_get_const(_outputs, "i")
+    is_size_unknown = symbolic_helper._get_tensor_dim_size(x, axis) is None
+    if is_size_unknown and isinstance(part_size, int) and isinstance(part_count, int):
+        return _write_split(g, x, write_integers(g, [part_size]), axis, part_count)
     return importlib.import_module("torch.onnx.symbolic_opset13").split(g, x, sizes, dim, _outputs)
 
 
-def _size(g: Any, x: Any, dim: int) -> Any:
-    return g.op("Gather", g.op("Shape", x), integers(g, [dim]))
+def _write_dim_size(g: Any, x: Any, dim: int) -> Any:
+    return g.op("Gather", g.op("Shape", x), write_integers(g, [dim]))
 
 
-def _parts(g: Any, x: Any, each: Any, dim: int, number: int) -> list[Any]:
+def _write_split(g: Any, x: Any, part_size: Any, dim: int, part_count: int) -> list[Any]:
     """Write a Split into as many parts as were traced; it fails in a pass with more or fewer parts.
 
     Args:
         g: the graph.
         x: the tensor.
-        each: the size of all parts but the last, which may be smaller.
+        part_size: the size of all parts but the last, which may be smaller.
         dim: the dimension to split.
-        number: the number of parts.
+        part_count: the number of parts.
     """
-    rest = g.op("Sub", _size(g, x, dim), g.op("Mul", each, integers(g, [number - 1])))
-    last = g.op("Min", each, rest)
-    # In a pass with fewer parts `rest` is below 1. A last part of full size then exceeds the
+    remaining_size = g.op(
+        "Sub",
+        _write_dim_size(g, x, dim),
+        g.op("Mul", part_size, write_integers(g, [part_count - 1])),
+    )
+    last_size = g.op("Min", part_size, remaining_size)
+    # In a pass with fewer parts `remaining_size` is below 1. A last part of full size then exceeds the
     # dimension, so that Split fails.
-    if number > 1:
-        last = g.op("Where", g.op("Less", rest, integers(g, [1])), each, last)
+    if part_count > 1:
+        last_size = g.op(
+            "Where", g.op("Less", remaining_size, write_integers(g, [1])), part_size, last_size
+        )
     split = g.op(
         "Split",
         x,
-        g.op("Concat", *[each] * (number - 1), last, axis_i=0),
+        g.op("Concat", *[part_size] * (part_count - 1), last_size, axis_i=0),
         axis_i=dim,
-        outputs=number,
+        outputs=part_count,
     )
-    made: list[Any] = list(split) if number > 1 else [split]
+    parts: list[Any] = list(split) if part_count > 1 else [split]
     # Unknown sizes: the exporter would use the traced ones as constants.
-    for part in made:
+    for part in parts:
         part.setType(x.type().with_sizes([None] * x.type().dim()))
-    return made
+    return parts

@@ -30,31 +30,41 @@ from ortlaunch.ortmodule.tracing.escapes import StaleTensor
 
 GLOBAL = "global "
 ENVIRONMENT = "environment variable"
-Place = tuple[str, str]
-_NUMBERS = (bool, int, float, complex, str, bytes, numpy.generic, torch.dtype, torch.device)
-_KINDS = (*_NUMBERS, type(None), list, tuple, set, frozenset, dict, torch.Tensor, numpy.ndarray)
+StatePath = tuple[str, str]
+_SCALAR_TYPES = (bool, int, float, complex, str, bytes, numpy.generic, torch.dtype, torch.device)
+_RECORDED_TYPES = (
+    *_SCALAR_TYPES,
+    type(None),
+    list,
+    tuple,
+    set,
+    frozenset,
+    dict,
+    torch.Tensor,
+    numpy.ndarray,
+)
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 # Immutable values, and functions. If the object is the same, its value counts as unchanged.
-_WHOLE = (*_NUMBERS, type(None), *_FUNCTIONS)
+_IMMUTABLE_TYPES = (*_SCALAR_TYPES, type(None), *_FUNCTIONS)
 # nn.Module's own containers of parameters, hooks and the like; reads of them are not recorded.
-_KEEPING = {
+_MODULE_CONTAINERS = {
     name for name, value in vars(nn.Module()).items() if not isinstance(value, (bool, type(None)))
 }
-_KEEPING.add("_compiled_call_impl")
+_MODULE_CONTAINERS.add("_compiled_call_impl")
 # Code in torch and in ortlaunch.
-_NOT_THE_MODELS = f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[2]}{os.sep}"
-GONE = object()
+_LIBRARY_FOLDERS = f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[2]}{os.sep}"
+MISSING_VALUE = object()
 """The value of a place that does not exist."""
 # The depth of nested values that are compared.
-_DEEP = 4
+_MAX_LEVELS = 4
 
 
-# One entry for each open `unnoted`.
+# One entry for each open `pause_recording`.
 _paused: list[None] = []
 
 
 @contextlib.contextmanager
-def unnoted() -> Iterator[None]:
+def pause_recording() -> Iterator[None]:
     """Pause the recording of reads and writes."""
     tracer = sys.gettrace()
     _paused.append(None)
@@ -66,161 +76,175 @@ def unnoted() -> Iterator[None]:
         sys.settrace(tracer)
 
 
-def model_frame() -> types.FrameType | None:
+def innermost_model_frame() -> types.FrameType | None:
     """Return the innermost running frame of the model's code, in neither torch nor ortlaunch."""
     frame: types.FrameType | None = sys._getframe(1)
-    while frame and frame.f_code.co_filename.startswith(_NOT_THE_MODELS):
+    while frame and frame.f_code.co_filename.startswith(_LIBRARY_FOLDERS):
         frame = frame.f_back
     return frame
 
 
-def _writer(paths: Mapping[int, str]) -> tuple[str, str]:
+def _model_line_and_layer(path_by_layer_id: Mapping[int, str]) -> tuple[str, str]:
     """Return the running line of the model's code, and the path of its layer."""
-    frame = model_frame()
+    frame = innermost_model_frame()
     if frame is None:
         return "", ""
     line = f" at {frame.f_code.co_filename}:{frame.f_lineno}"
-    return line, paths.get(id(first_argument(frame)), "")
+    return line, path_by_layer_id.get(id(first_argument_of_frame(frame)), "")
 
 
-def first_argument(frame: types.FrameType) -> object:
+def first_argument_of_frame(frame: types.FrameType) -> object:
     """Return the first argument of a running function, which is `self` in a method."""
     return frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""))
 
 
-class Reads:
+class StateReads:
     """Places that passes of a model depend on, and names in their code.
 
     A layer's attribute counts if it is read before it is written, a global if the code names it, a
-    variable of the environment if it is read. `places` maps each place to a snapshot (`frozen`) of
+    variable of the environment if it is read. `value_by_path` maps each place to a snapshot (`value_snapshot`) of
     its value when first recorded.
     """
 
     def __init__(self) -> None:
-        self.places: dict[Place, object] = {}
-        self.names: set[str] = set()
-        self.writers: dict[str, tuple[str, str]] = {}
+        self.value_by_path: dict[StatePath, object] = {}
+        self.code_names: set[str] = set()
+        self.writer_by_layer: dict[str, tuple[str, str]] = {}
         """The line that last wrote an attribute of a layer, and the path of the layer whose code it
         is; by the path of the former."""
 
 
 @contextlib.contextmanager
-def noted(module: nn.Module) -> Iterator[Reads]:
+def record_state_reads(module: nn.Module) -> Iterator[StateReads]:
     """Record the places that passes of `module` read in the with-block; yield the records."""
     # The root module has no path. It is ORT's wrapper, so leave it out.
-    paths = {id(layer): path for path, layer in module.named_modules() if path}
-    reads = Reads()
+    path_by_layer_id = {id(layer): path for path, layer in module.named_modules() if path}
+    reads = StateReads()
     # If a pass writes a place before it reads it, the old value does not matter.
-    written: set[Place] = set()
-    codes: set[types.CodeType] = set()
-    running: list[None] = []
-    write = nn.Module.__setattr__
+    written_paths: set[StatePath] = set()
+    seen_codes: set[types.CodeType] = set()
+    running_passes: list[None] = []
+    original_setattr = nn.Module.__setattr__
 
-    def getting(layer: nn.Module, name: str) -> object:
+    def get_and_record(layer: nn.Module, name: str) -> object:
         value = object.__getattribute__(layer, name)
         path = (
-            paths.get(id(layer))
-            if running and not _paused and name not in _KEEPING and not name.startswith("__")
+            path_by_layer_id.get(id(layer))
+            if running_passes
+            and not _paused
+            and name not in _MODULE_CONTAINERS
+            and not name.startswith("__")
             else None
         )
-        if path is None or (path, name) in written or (path, name) in reads.places:
+        if path is None or (path, name) in written_paths or (path, name) in reads.value_by_path:
             return value
-        if isinstance(value, _KINDS) or name in vars(layer):
-            reads.places[path, name] = frozen(value)
+        if isinstance(value, _RECORDED_TYPES) or name in vars(layer):
+            reads.value_by_path[path, name] = value_snapshot(value)
         return value
 
-    def setting(layer: nn.Module, name: str, value: Any) -> None:
-        if running and not _paused and id(layer) in paths:
-            written.add((paths[id(layer)], name))
-            reads.writers[paths[id(layer)]] = _writer(paths)
-        write(layer, name, value)
+    def set_and_record(layer: nn.Module, name: str, value: Any) -> None:
+        if running_passes and not _paused and id(layer) in path_by_layer_id:
+            written_paths.add((path_by_layer_id[id(layer)], name))
+            reads.writer_by_layer[path_by_layer_id[id(layer)]] = _model_line_and_layer(
+                path_by_layer_id
+            )
+        original_setattr(layer, name, value)
 
-    def calling(frame: types.FrameType, event: str, _: object) -> None:
+    def trace_call(frame: types.FrameType, event: str, _: object) -> None:
         code = frame.f_code
         # Python calls this function at every call, so look at each code object only once.
-        if event != "call" or code in codes:
+        if event != "call" or code in seen_codes:
             return
-        codes.add(code)
-        if not code.co_filename.startswith(_NOT_THE_MODELS):
+        seen_codes.add(code)
+        if not code.co_filename.startswith(_LIBRARY_FOLDERS):
             # String constants too: they may be names for getattr.
-            reads.names.update(
+            reads.code_names.update(
                 code.co_names, (word for word in code.co_consts if isinstance(word, str))
             )
-            if _is_users(code.co_filename):
-                for place, value in _globals(code.co_names, frame.f_globals, set()):
-                    reads.places.setdefault(place, frozen(value))
+            if _is_user_file(code.co_filename):
+                for state_path, value in _named_module_globals(
+                    code.co_names, frame.f_globals, set()
+                ):
+                    reads.value_by_path.setdefault(state_path, value_snapshot(value))
 
-    def begin(who: nn.Module, _: object) -> None:
-        if who is module:
-            written.clear()
-            running.append(None)
-            sys.settrace(calling)
+    def begin_pass(called_module: nn.Module, _: object) -> None:
+        if called_module is module:
+            written_paths.clear()
+            running_passes.append(None)
+            sys.settrace(trace_call)
 
-    def end(*_: object) -> None:
-        running.clear()
-        sys.settrace(before)
+    def end_pass(*_: object) -> None:
+        running_passes.clear()
+        sys.settrace(previous_tracer)
 
-    before: Any = sys.gettrace()
-    hooks = [module.register_forward_pre_hook(begin), module.register_forward_hook(end)]
-    layers: Any = nn.Module
+    previous_tracer: Any = sys.gettrace()
+    hooks = [module.register_forward_pre_hook(begin_pass), module.register_forward_hook(end_pass)]
+    module_class: Any = nn.Module
     # Set on the class: Python ignores such methods on an instance.
-    layers.__getattribute__ = getting
-    layers.__setattr__ = setting
+    module_class.__getattribute__ = get_and_record
+    module_class.__setattr__ = set_and_record
     try:
-        with _environment(reads, running):
+        with _record_environment_reads(reads, running_passes):
             yield reads
     finally:
-        end()
-        del layers.__getattribute__
-        layers.__setattr__ = write
+        end_pass()
+        del module_class.__getattribute__
+        module_class.__setattr__ = original_setattr
         for hook in hooks:
             hook.remove()
 
 
 @contextlib.contextmanager
-def _environment(reads: Reads, running: list[None]) -> Iterator[None]:
+def _record_environment_reads(reads: StateReads, running_passes: list[None]) -> Iterator[None]:
     """Record the environment variables that a pass reads."""
-    environment: Any = type(os.environ)
-    read = environment.__getitem__
+    environment_class: Any = type(os.environ)
+    original_getitem = environment_class.__getitem__
 
-    def reading(variables: Any, name: str) -> Any:
-        if running and not _paused:
-            known = variables.encodekey(name) in variables._data
-            reads.places.setdefault((ENVIRONMENT, name), read(variables, name) if known else GONE)
-        return read(variables, name)
+    def get_and_record(variables: Any, name: str) -> Any:
+        if running_passes and not _paused:
+            is_set = variables.encodekey(name) in variables._data
+            reads.value_by_path.setdefault(
+                (ENVIRONMENT, name), original_getitem(variables, name) if is_set else MISSING_VALUE
+            )
+        return original_getitem(variables, name)
 
-    with mock.patch.object(environment, "__getitem__", reading):
+    with mock.patch.object(environment_class, "__getitem__", get_and_record):
         yield
 
 
-def _globals(
-    names: Iterable[str], namespace: Mapping[str, object], seen: set[int]
-) -> Iterator[tuple[Place, object]]:
-    """Yield place and value of each global in `names`, of this module and user modules it names."""
-    module = namespace.get("__name__")
-    if id(namespace) in seen or vars(sys.modules.get(str(module), object)) is not namespace:
+def _named_module_globals(
+    global_names: Iterable[str], module_globals: Mapping[str, object], seen_modules: set[int]
+) -> Iterator[tuple[StatePath, object]]:
+    """Yield place and value of each global in `global_names`, of this module and user modules it names."""
+    module_name = module_globals.get("__name__")
+    if (
+        id(module_globals) in seen_modules
+        or vars(sys.modules.get(str(module_name), object)) is not module_globals
+    ):
         return
-    seen.add(id(namespace))
-    for name in names:
-        value = namespace.get(name, GONE)
+    seen_modules.add(id(module_globals))
+    for name in global_names:
+        value = module_globals.get(name, MISSING_VALUE)
         if isinstance(value, types.ModuleType):
-            if _is_users(getattr(value, "__file__", None)):
-                yield from _globals(names, vars(value), seen)
-        elif value is not GONE:
-            yield (f"{GLOBAL}{module}", name), value
+            if _is_user_file(getattr(value, "__file__", None)):
+                yield from _named_module_globals(global_names, vars(value), seen_modules)
+        elif value is not MISSING_VALUE:
+            yield (f"{GLOBAL}{module_name}", name), value
 
 
-def frozen(value: Any, names: set[str] | None = None, deep: int = _DEEP) -> Any:
+def value_snapshot(
+    value: Any, attribute_names: set[str] | None = None, levels: int = _MAX_LEVELS
+) -> Any:
     """Return a snapshot of a value. Two snapshots can be compared with `same`.
 
     Args:
         value: the value.
-        names: only these attributes of objects; tensors in objects and dictionaries are included.
+        attribute_names: only these attributes of objects; tensors in objects and dictionaries are included.
             None: all attributes, without those tensors, because a pass may store results there that
             nothing reads.
-        deep: the number of levels of nested values to include.
+        levels: the number of levels of nested values to include.
     """
-    if isinstance(value, (*_WHOLE, StaleTensor)) or not deep:
+    if isinstance(value, (*_IMMUTABLE_TYPES, StaleTensor)) or not levels:
         return value
     if isinstance(value, nn.Parameter) and value.requires_grad:
         # An input of the graph, never a constant of the trace; every step changes its values.
@@ -231,93 +255,121 @@ def frozen(value: Any, names: set[str] | None = None, deep: int = _DEEP) -> Any:
     if isinstance(value, numpy.ndarray):
         return str(value.dtype), value.shape, value.tobytes()
     if isinstance(value, (random.Random, numpy.random.RandomState, numpy.random.Generator)):
-        return drawn(value)
+        return generator_state_text(value)
     if isinstance(value, (list, tuple)):
-        return tuple(frozen(item, names, deep - 1) for item in value)
+        return tuple(value_snapshot(item, attribute_names, levels - 1) for item in value)
     if isinstance(value, (set, frozenset)):
         return frozenset(value)
     if isinstance(value, Mapping):
         items = list(value.items())
-        who = type(value)
+        holder_or_type = type(value)
     elif hasattr(value, "__dict__") and not isinstance(
         value, (nn.Module, types.ModuleType, enum.Enum)
     ):
-        if isinstance(value, type) and not _is_settings(value):
+        if isinstance(value, type) and not _may_hold_settings(value):
             return value
-        items = [item for item in vars(value).items() if names is None or item[0] in names]
-        who = value if callable(value) else type(value)
+        items = [
+            item
+            for item in vars(value).items()
+            if attribute_names is None or item[0] in attribute_names
+        ]
+        holder_or_type = value if callable(value) else type(value)
     else:
         return value
-    kept = [item for item in items if names is not None or not isinstance(item[1], torch.Tensor)]
-    return who, *((key, frozen(item, names, deep - 1)) for key, item in kept)
+    kept_items = [
+        item
+        for item in items
+        if attribute_names is not None or not isinstance(item[1], torch.Tensor)
+    ]
+    return holder_or_type, *(
+        (key, value_snapshot(item, attribute_names, levels - 1)) for key, item in kept_items
+    )
 
 
-def drawn(source: random.Random | numpy.random.RandomState | numpy.random.Generator) -> str:
+def generator_state_text(
+    generator: random.Random | numpy.random.RandomState | numpy.random.Generator,
+) -> str:
     """Return the state of one of Python's or NumPy's random generators as a text."""
-    if isinstance(source, random.Random):
-        return repr(source.getstate())
-    if isinstance(source, numpy.random.RandomState):
-        state: Mapping[str, object] = source.get_state(legacy=False)
+    if isinstance(generator, random.Random):
+        return repr(generator.getstate())
+    if isinstance(generator, numpy.random.RandomState):
+        state: Mapping[str, object] = generator.get_state(legacy=False)
     else:
-        state = source.bit_generator.state
+        state = generator.bit_generator.state
     # Texts, because arrays cannot be compared by ==. Arrays and NumPy's numbers have tolist().
     return json.dumps(state, default=operator.methodcaller("tolist"))
 
 
-def _is_settings(kind: type) -> bool:
+def _may_hold_settings(value_class: type) -> bool:
     """Return whether a class may hold values that its user changes.
 
     A custom autograd function does not count, because its code runs in every pass.
     """
-    users = _is_users(getattr(sys.modules.get(kind.__module__), "__file__", None))
-    return users and not issubclass(kind, torch.autograd.Function)
+    is_users = _is_user_file(getattr(sys.modules.get(value_class.__module__), "__file__", None))
+    return is_users and not issubclass(value_class, torch.autograd.Function)
 
 
-def same(one: object, other: object) -> bool:
-    """Return whether two snapshots made by `frozen` are equal."""
-    if one is other:
+def are_snapshots_equal(snapshot: object, other_snapshot: object) -> bool:
+    """Return whether two snapshots made by `value_snapshot` are equal."""
+    if snapshot is other_snapshot:
         return True
-    if isinstance(one, tuple) and isinstance(other, tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    if isinstance(one, frozenset):
-        return bool(one == other)
+    if isinstance(snapshot, tuple) and isinstance(other_snapshot, tuple):
+        return len(snapshot) == len(other_snapshot) and all(
+            map(are_snapshots_equal, snapshot, other_snapshot)
+        )
+    if isinstance(snapshot, frozenset):
+        return bool(snapshot == other_snapshot)
     # repr, because nan != nan.
-    return isinstance(one, _NUMBERS) and type(one) is type(other) and repr(one) == repr(other)
+    return (
+        isinstance(snapshot, _SCALAR_TYPES)
+        and type(snapshot) is type(other_snapshot)
+        and repr(snapshot) == repr(other_snapshot)
+    )
 
 
-class Values:
+class StateValues:
     """The values at places when this object was made."""
 
     def __init__(
-        self, module: nn.Module, places: Iterable[Place], names: set[str] | None = None
+        self,
+        module: nn.Module,
+        state_paths: Iterable[StatePath],
+        attribute_names: set[str] | None = None,
     ) -> None:
         layers = dict(module.named_modules())
-        self._names = names
-        self._stood = []
-        for place in places:
-            own, inherited = _holders(layers, *place)
-            value = own.get(place[1], inherited.get(place[1], GONE))
-            self._stood.append((place, own, inherited, value, isinstance(value, _WHOLE)))
-        self.frozen = {place: frozen(value, names) for place, *_, value, _ in self._stood}
+        self._names = attribute_names
+        self._recorded_values = []
+        for state_path in state_paths:
+            own_values, class_values = _mappings_to_search(layers, *state_path)
+            value = own_values.get(state_path[1], class_values.get(state_path[1], MISSING_VALUE))
+            self._recorded_values.append(
+                (state_path, own_values, class_values, value, isinstance(value, _IMMUTABLE_TYPES))
+            )
+        self.snapshots = {
+            state_path: value_snapshot(value, attribute_names)
+            for state_path, *_, value, _ in self._recorded_values
+        }
 
-    def changed(self) -> list[Place]:
+    def changed_paths(self) -> list[StatePath]:
         """Return the places whose value differs now."""
-        found = []
+        differing_paths = []
         # If many places share one value, compare it only once.
         compared: dict[tuple[int, int], bool] = {}
-        for place, own, inherited, value, whole in self._stood:
-            new = own.get(place[1], inherited.get(place[1], GONE))
-            if whole and new is value:
+        for state_path, own_values, class_values, value, is_immutable in self._recorded_values:
+            new = own_values.get(state_path[1], class_values.get(state_path[1], MISSING_VALUE))
+            if is_immutable and new is value:
                 continue
             pair = id(value), id(new)
             if pair not in compared:
-                compared[pair] = same(self.frozen[place], frozen(new, self._names))
+                compared[pair] = are_snapshots_equal(
+                    self.snapshots[state_path], value_snapshot(new, self._names)
+                )
             if not compared[pair]:
-                found.append(place)
-        return found
+                differing_paths.append(state_path)
+        return differing_paths
 
 
-def _holders(
+def _mappings_to_search(
     layers: dict[str, nn.Module], holder: str, name: str
 ) -> tuple[Mapping[str, object], Mapping[str, object]]:
     """Return two mappings to search for a place, in order.
@@ -332,12 +384,14 @@ def _holders(
         return os.environ, {}
     if holder not in layers:
         return {}, {}
-    kinds = (vars(kind) for kind in type(layers[holder]).__mro__)
-    return vars(layers[holder]), next((kind for kind in kinds if name in kind), {})
+    class_dicts = (vars(class_dict) for class_dict in type(layers[holder]).__mro__)
+    return vars(layers[holder]), next(
+        (class_dict for class_dict in class_dicts if name in class_dict), {}
+    )
 
 
 @functools.cache
-def _installed() -> tuple[str, ...]:
+def _installed_folders() -> tuple[str, ...]:
     """Return the folders of the standard library and of installed packages."""
     import site
 
@@ -347,15 +401,15 @@ def _installed() -> tuple[str, ...]:
 
 
 @functools.cache
-def _is_users(file: object) -> bool:
+def _is_user_file(file_name: object) -> bool:
     """Return whether a file is outside the standard library and the installed packages.
 
     Args:
-        file: the `__file__` of a module or the file name of a code object.
+        file_name: the `__file__` of a module or the file name of a code object.
     """
     # isabs: torch.ops has the file name `_ops.py` without a folder, and is not the user's.
     return (
-        isinstance(file, str)
-        and os.path.isabs(file)
-        and not os.path.realpath(file).startswith(_installed())
+        isinstance(file_name, str)
+        and os.path.isabs(file_name)
+        and not os.path.realpath(file_name).startswith(_installed_folders())
     )

@@ -28,51 +28,54 @@ It returns the value or values that replace the operator's outputs.
 class GraphWriter:
     """A graph being written, in which functions replace some ONNX operators."""
 
-    def __init__(self, graph: Any, own: Mapping[str, AnyFunction]) -> None:
+    def __init__(self, graph: Any, replaced_operators: Mapping[str, AnyFunction]) -> None:
         self._graph = graph
-        self._own = own
+        self._replaced_operators = replaced_operators
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._graph, name)
 
-    def op(self, kind: str, *inputs: Any, **attributes: Any) -> Any:
-        if kind in self._own:
-            return self._own[kind](*inputs, **attributes)
-        return self._graph.op(kind, *inputs, **attributes)
+    def op(self, operator_type: str, *inputs: Any, **attributes: Any) -> Any:
+        if operator_type in self._replaced_operators:
+            return self._replaced_operators[operator_type](*inputs, **attributes)
+        return self._graph.op(operator_type, *inputs, **attributes)
 
 
-def registered(export: Export, forms: Callable[[], Mapping[str, Form]]) -> Export:
+def wrap_with_forms(export: Export, load_forms: Callable[[], Mapping[str, Form]]) -> Export:
     """Wrap an export so that it uses these forms instead of the exporter's during each call.
 
     Args:
         export: the export.
-        forms: returns the forms by full operator name.
+        load_forms: returns the forms by full operator name.
     """
 
     @functools.wraps(export)
     def export_with_forms(*args: object, **kwargs: Any) -> Any:
         opset = kwargs["opset_version"]
-        own = forms()
-        for name, form in own.items():
+        active_forms = load_forms()
+        for name, form in active_forms.items():
             torch.onnx.register_custom_op_symbolic(name, form, opset)
         try:
             return export(*args, **kwargs)
         finally:
             # The exporter's registry is global; other exports need the exporter's own forms.
-            for name in own:
+            for name in active_forms:
                 torch.onnx.unregister_custom_op_symbolic(name, opset)
 
     return export_with_forms
 
 
-def forms_of_ort() -> dict[str, Form]:
+def ort_forms() -> dict[str, Form]:
     """Return ONNX Runtime's own forms by full operator name."""
     module = importlib.import_module("onnxruntime.training.ortmodule._custom_op_symbolic_registry")
-    own: dict[str, Form] = module.CustomOpSymbolicRegistry._SYMBOLICS
-    return {f"aten{name}" if name.startswith("::") else name: form for name, form in own.items()}
+    ort_symbolics: dict[str, Form] = module.CustomOpSymbolicRegistry._SYMBOLICS
+    return {
+        f"aten{name}" if name.startswith("::") else name: form
+        for name, form in ort_symbolics.items()
+    }
 
 
-def type_of(value: Any) -> torch.dtype:
+def tensor_dtype(value: Any) -> torch.dtype:
     """Return the type of a tensor in the graph."""
     from torch.onnx._type_utils import JitScalarType
 
@@ -80,38 +83,47 @@ def type_of(value: Any) -> torch.dtype:
     return dtype
 
 
-def is_bool(value: Any) -> bool:
+def is_boolean_tensor(value: Any) -> bool:
     """Return whether the value is a boolean tensor; False for None."""
     from torch.onnx import symbolic_helper
 
     return bool(not symbolic_helper._is_none(value) and symbolic_helper._is_bool(value))
 
 
-def integers(g: GraphContext, values: int | list[int]) -> Any:
+def write_integers(g: GraphContext, values: int | list[int]) -> Any:
     """Write an int64 constant."""
     return g.op("Constant", value_t=torch.tensor(values))
 
 
-def number_like(g: GraphContext, number: float, like: Any) -> Any:
-    """Write a constant without dimensions, of the type of `like`."""
-    return g.op("Constant", value_t=torch.tensor(number, dtype=type_of(like)))
+def write_number_like(g: GraphContext, constant_number: float, like_value: Any) -> Any:
+    """Write a constant without dimensions, of the type of `like_value`."""
+    return g.op("Constant", value_t=torch.tensor(constant_number, dtype=tensor_dtype(like_value)))
 
 
-def constants(value: Any) -> list[float]:
+def constant_numbers(value: Any) -> list[float]:
     """Return the numbers of a constant or of a list of constants in a traced graph.
 
     Computed values are left out.
     """
     parts = list(value.node().inputs()) if value.node().kind() == "prim::ListConstruct" else [value]
-    found = [part.toIValue() if part.node().kind() == "prim::Constant" else None for part in parts]
-    found = [one.tolist() if isinstance(one, torch.Tensor) else one for one in found]
-    flat = [
-        number for one in found for number in (one if isinstance(one, (list, tuple)) else [one])
+    part_values = [
+        part.toIValue() if part.node().kind() == "prim::Constant" else None for part in parts
     ]
-    return [float(number) for number in flat if isinstance(number, (int, float))]
+    part_values = [
+        part_value.tolist() if isinstance(part_value, torch.Tensor) else part_value
+        for part_value in part_values
+    ]
+    elements = [
+        element
+        for part_value in part_values
+        for element in (part_value if isinstance(part_value, (list, tuple)) else [part_value])
+    ]
+    return [float(element) for element in elements if isinstance(element, (int, float))]
 
 
-def form_of_torch(name: str, opset: int) -> Form:
+def torch_form_of_operator(operator_name: str, opset: int) -> Form:
     """Return torch's own form of an operator, of an opset."""
-    form: Form = getattr(importlib.import_module(f"torch.onnx.symbolic_opset{opset}"), name)
+    form: Form = getattr(
+        importlib.import_module(f"torch.onnx.symbolic_opset{opset}"), operator_name
+    )
     return form

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 _INFERENCE = "_jit_pass_onnx_graph_shape_type_inference"
 # The largest number of elements of a weight that shape inference gets.
-_SMALL = 1024
+_MAX_ELEMENTS = 1024
 
 
-def without_weights(export: AnyFunction) -> AnyFunction:
+def wrap_hiding_large_weights(export: AnyFunction) -> AnyFunction:
     """Wrap an export so that its shape inference gets no large weights.
 
     Torch copies each weight twice for its shape alone.
@@ -30,28 +30,32 @@ def without_weights(export: AnyFunction) -> AnyFunction:
     @functools.wraps(export)
     def export_without_weights(*args: object, **kwargs: object) -> object:
         with mock.patch.object(
-            torch._C, _INFERENCE, functools.partial(_inferred, getattr(torch._C, _INFERENCE))
+            torch._C,
+            _INFERENCE,
+            functools.partial(_infer_without_large_weights, getattr(torch._C, _INFERENCE)),
         ):
             return export(*args, **kwargs)
 
     return export_without_weights
 
 
-def _inferred(
-    infer: Callable[..., None], graph: object, weights: dict[str, object], opset: int
+def _infer_without_large_weights(
+    original_infer: Callable[..., None], graph: object, weights: dict[str, object], opset: int
 ) -> None:
     """Run shape inference without large weights.
 
     Small ones stay, because a buffer's values may be the sizes of a view.
     """
-    infer(graph, {name: weight for name, weight in weights.items() if not _is_large(weight)}, opset)
+    original_infer(
+        graph, {name: weight for name, weight in weights.items() if not _is_large(weight)}, opset
+    )
 
 
 def _is_large(weight: object) -> bool:
-    return isinstance(weight, torch.Tensor) and weight.numel() > _SMALL
+    return isinstance(weight, torch.Tensor) and weight.numel() > _MAX_ELEMENTS
 
 
-def with_autocasts_cache(export: AnyFunction) -> AnyFunction:
+def wrap_restoring_cast_cache(export: AnyFunction) -> AnyFunction:
     """Wrap an export so that it restores autocast's cache.
 
     Torch leaves the cache off after a failed trace.
@@ -68,7 +72,7 @@ def with_autocasts_cache(export: AnyFunction) -> AnyFunction:
     return export_with_autocasts_cache
 
 
-def with_own_constants(export: AnyFunction) -> AnyFunction:
+def wrap_with_copied_constants(export: AnyFunction) -> AnyFunction:
     """Wrap an export so that its forms read copies of a graph's constants.
 
     Torch's repeat_interleave wraps a negative dimension in place (`dim += rank`), in a constant
@@ -81,18 +85,20 @@ def with_own_constants(export: AnyFunction) -> AnyFunction:
         # The globals of the module that defines the helpers, because torch 2.9 and later have moved
         # it.
         names = importlib.import_module("torch.onnx.symbolic_helper")._maybe_get_scalar.__globals__
-        with mock.patch.dict(names, _parse_arg=functools.partial(_copied, names["_parse_arg"])):
+        with mock.patch.dict(
+            names, _parse_arg=functools.partial(_parse_and_clone, names["_parse_arg"])
+        ):
             return export(*args, **kwargs)
 
     return export_with_own_constants
 
 
-def _copied(parse: AnyFunction, *given: object, **named: object) -> object:
-    found = parse(*given, **named)
-    return found.clone() if isinstance(found, torch.Tensor) and not found.dim() else found
+def _parse_and_clone(original_parse: AnyFunction, *arguments: object, **keywords: object) -> object:
+    parsed = original_parse(*arguments, **keywords)
+    return parsed.clone() if isinstance(parsed, torch.Tensor) and not parsed.dim() else parsed
 
 
-def with_swapped_weights(export: AnyFunction) -> AnyFunction:
+def wrap_allowing_swapped_weights(export: AnyFunction) -> AnyFunction:
     """Wrap an export so that `torch.func.functional_call` and `parametrize.cached()` can be traced.
 
     Both refuse to run in a trace, although they work in one.
@@ -114,7 +120,7 @@ def with_swapped_weights(export: AnyFunction) -> AnyFunction:
     return export_with_swapped_weights
 
 
-def by_torchscript(export: AnyFunction) -> AnyFunction:
+def wrap_for_torchscript(export: AnyFunction) -> AnyFunction:
     """Wrap an export so that it uses TorchScript.
 
     Torch 2.9 and later default to the dynamo exporter, whose graphs ORT cannot read.
@@ -122,7 +128,7 @@ def by_torchscript(export: AnyFunction) -> AnyFunction:
     return functools.partial(export, dynamo=False)
 
 
-def quiet(export: AnyFunction) -> AnyFunction:
+def wrap_silencing_warnings(export: AnyFunction) -> AnyFunction:
     """Wrap an export so that it gives no warnings about tracing and deprecation.
 
     A user cannot act on these warnings.
@@ -133,7 +139,7 @@ def quiet(export: AnyFunction) -> AnyFunction:
         with warnings.catch_warnings():
             for category in (torch.jit.TracerWarning, DeprecationWarning, FutureWarning):
                 warnings.simplefilter("ignore", category)
-            # Torch's shape inference warns in the name of its caller, which is `_inferred`.
+            # Torch's shape inference warns in the name of its caller, which is `_infer_without_large_weights`.
             warnings.filterwarnings("ignore", module=rf"torch\.onnx|{__name__}")
             return export(*args, **kwargs)
 

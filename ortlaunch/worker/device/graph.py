@@ -17,7 +17,7 @@ from torch import nn
 
 from ortlaunch.errors import EngineError, InputError, first_message_line
 from ortlaunch.json_types import Json
-from ortlaunch.ortmodule.torch_in_graph.operator_table import with_forms
+from ortlaunch.ortmodule.torch_in_graph.operator_table import wrap_with_exact_forms
 from ortlaunch.recipe import Recipe
 from ortlaunch.worker.data import LoadedData, batch_function
 from ortlaunch.worker.data.mixture import readable_indices
@@ -143,7 +143,7 @@ def export_forward_graph(loss_module: LossModule, batches: list[Batch], path: Pa
         warnings.simplefilter("ignore")
         try:
             # Whisper needs these operators.
-            with_forms(torch.onnx.export, "diff", "cumsum", "unflatten")(
+            wrap_with_exact_forms(torch.onnx.export, "diff", "cumsum", "unflatten")(
                 module, tuple(batches[0].values()), str(path), input_names=[*inputs], output_names=[*outputs],
                 dynamic_axes={**inputs, **outputs}, opset_version=OPSET, dynamo=False, do_constant_folding=False,
                 training=torch.onnx.TrainingMode.TRAINING,

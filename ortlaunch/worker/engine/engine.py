@@ -126,7 +126,9 @@ class TrainingEngine:
             with_compilations: also exclude the graphs that torch.compile compiles meanwhile.
         """
         uncounted_witness = (
-            self.witness.uncounted() if self.witness is not None else contextlib.nullcontext()
+            self.witness.exclude_from_counts()
+            if self.witness is not None
+            else contextlib.nullcontext()
         )
         is_inductor = self.record.engine.used == "inductor"
         with (
@@ -232,7 +234,7 @@ def build_engine(
         gradient_checkpointing=_recomputing_component(recipe, engine_name),
         onnxruntime=None,
         # torch.__version__ names the build, too, as in 2.4.0+cu121.
-        versions={**extensions.versions(_PACKAGES), "torch": torch.__version__},
+        versions={**extensions.installed_versions(_PACKAGES), "torch": torch.__version__},
         fp16_optimizer=fused_norm,
         # The session fills it in.
         freed_memory=None,
@@ -379,7 +381,7 @@ def _install_fused_norm(
     It is ONNX Runtime's where that is possible, else ours.
     """
     from ortlaunch.ortmodule.deepspeed.gradient_norm import fuse_gradient_norm
-    from ortlaunch.ortmodule.fp16_optimizer import fuse
+    from ortlaunch.ortmodule.fp16_optimizer import fuse_by_ort_or_own
 
     if recipe.zero is None or not isinstance(stepper, DeepSpeedStepper):
         unfused_reason = "it modifies DeepSpeed's ZeRO optimizer, which this run does not use"
@@ -387,7 +389,7 @@ def _install_fused_norm(
     if not recipe.zero.fused_gradient_norm:
         return FusedNorm(False, None, "zero.fused_gradient_norm is false")
     if engine_name == "ort":
-        return FusedNorm(*fuse(stepper.engine.optimizer, group.device.type))
+        return FusedNorm(*fuse_by_ort_or_own(stepper.engine.optimizer, group.device.type))
     applied, by, unfused_reason = fuse_gradient_norm(stepper.engine.optimizer)
     reasons = ("the engine has no ONNX Runtime", unfused_reason)
     return FusedNorm(applied, by, "; ".join(reason for reason in reasons if reason))

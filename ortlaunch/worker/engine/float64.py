@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ortlaunch.ortmodule.base.torch_calls import getter, setter
+from ortlaunch.ortmodule.base.torch_calls import tensor_getter, tensor_setter
 
 if TYPE_CHECKING:
     from ortlaunch.ortmodule.base.ort_types import AnyFunction, Args, Kwargs
@@ -29,10 +29,10 @@ _NARROW = {torch.float32, torch.float16, torch.bfloat16}
 _CASTS = {_T.float, _T.half, _T.bfloat16}
 # Calls that compute nothing and must see the tensor itself, not its float64 form.
 _NOT_WIDENED = {
-    getter("requires_grad"),
-    getter("is_leaf"),
-    getter("shape"),
-    getter("device"),
+    tensor_getter("requires_grad"),
+    tensor_getter("is_leaf"),
+    tensor_getter("shape"),
+    tensor_getter("device"),
     _T.size,
     _T.dim,
 }
@@ -74,7 +74,7 @@ class _Float64Mode(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _NOT_WIDENED:
             return func(*args, **kwargs)
-        if func == setter("data"):
+        if func == tensor_setter("data"):
             self._wide_by_tensor.pop(args[0], None)
             return func(args[0], args[1].to(args[0].dtype))
         return self._call_in_float64(_T.double if func in _CASTS else func, args, kwargs)

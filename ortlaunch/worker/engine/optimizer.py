@@ -12,7 +12,7 @@ from torch import nn
 from ortlaunch.errors import InputError, MissingDependency
 from ortlaunch.json_types import Json
 from ortlaunch.optimizers import MUON_MOMENTUM, OPTIMIZERS
-from ortlaunch.ortmodule.fused_adam import ONNXRUNTIME, TORCH, fused_adam, why_too_large
+from ortlaunch.ortmodule.fused_adam import ONNXRUNTIME, TORCH, fused_adam, too_large_reason
 from ortlaunch.recipe.fields.optimizer import Optimizer
 from ortlaunch.run_folder.engine_report import OptimizerGroup
 from ortlaunch.worker.engine.torch_scheduler import TorchScheduler
@@ -246,4 +246,4 @@ def _unsupported_reason(
         sizes = [
             [-(-sum(group) // (rank_count if zero_config.get("stage") else 1))] for group in sizes
         ]
-    return why_too_large(size for group in sizes for size in group)
+    return too_large_reason(size for group in sizes for size in group)

@@ -55,22 +55,22 @@ def build_ort_module(
         Exception: the model raises in plain PyTorch, too.
         MissingDependency: ORTModule cannot be imported.
     """
-    from ortlaunch.ortmodule.options import require_effect
+    from ortlaunch.ortmodule.options import raise_if_no_effect
     from ortlaunch.ortmodule.witness import Witness
 
     witness = Witness()
-    witness.install()
+    witness.start_counting()
     # Once a host, and in a separate process: ORT may abort its process if a library or driver is
     # missing.
     on_gpu = group.device.type == "cuda" and group.local.local_rank == 0
-    reason = cuda_libraries.check() if on_gpu else ""
+    reason = cuda_libraries.check_gpu_in_subprocess() if on_gpu else ""
     ort_module = None
     try:
         if not any(group.gather(reason)):
             ort_module = wrap_in_ort(recipe, model, group)
             with keep_source_lines(bool(recipe.log.profile_steps)):
                 _run_probe_pass(recipe, ort_module, model, group, sample_batch)
-            require_effect(ortmodule_settings(recipe.engine), witness.graphs)
+            raise_if_no_effect(ortmodule_settings(recipe.engine), witness.graphs)
     except MissingDependency:
         raise
     except EngineError as error:
@@ -87,7 +87,7 @@ def build_ort_module(
             f"ONNX Runtime cannot run this model: {in_recipes_words(brief_reason(reason))}\n{_ADVICE}"
         )
     # The pass of `_probe` does not count as the run's.
-    witness.restart()
+    witness.reset_counters()
     return (model if reason or ort_module is None else ort_module), witness, reason
 
 
@@ -143,9 +143,9 @@ def brief_reason(reason: str) -> str:
 
 def onnxruntime_report(recipe: Recipe, witness: Witness) -> OnnxRuntime:
     """Return the report of ONNX Runtime so far."""
-    from ortlaunch.ortmodule.report import report
+    from ortlaunch.ortmodule.report import process_report
 
-    record = report(witness)
+    record = process_report(witness)
     copy_record = record["deepcopy_before_export"]
     postprocess_record = record["postprocess"]
     typed = {
@@ -168,6 +168,6 @@ def ort_notes() -> tuple[str, ...]:
 
     unapplied_repairs = (
         f"ONNX Runtime's {name} is not repaired: {reason}"
-        for name, reason in registry.not_applied().items()
+        for name, reason in registry.unapplied_repair_reasons().items()
     )
     return (*unapplied_repairs, *map(in_recipes_words, tally.notes))

@@ -58,7 +58,7 @@ def prepare_ortmodule(engine: Engine, environ: Mapping[str, str] = os.environ) -
         raise EngineError("\n".join(contradictory_variables))
     _variables.update(variables_in(environ))
     try:
-        options.prepare(ortmodule_settings(engine))
+        options.import_with_settings(ortmodule_settings(engine))
     except EngineError as error:
         raise EngineError(in_recipes_words(str(error))) from None
 

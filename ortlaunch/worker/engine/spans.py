@@ -193,7 +193,7 @@ class ProfiledSessions:
     def use_profiled_sessions(self) -> contextlib.ExitStack:
         """Return a context in which the graphs run in the profiled sessions."""
         context = contextlib.ExitStack()
-        for manager in self.module._torch_module._ortlaunch_graphs._kept:
+        for manager in self.module._torch_module._ortlaunch_graphs._cached_managers:
             if manager._export_mode == torch.onnx.TrainingMode.TRAINING:
                 agent = self.agents.get(manager) or self._build_profiled_session(manager)
                 context.enter_context(mock.patch.object(manager, "_execution_agent", agent))

@@ -22,8 +22,8 @@ from torch import nn
 
 from ortlaunch.errors import InputError
 from ortlaunch.json_types import Json
-from ortlaunch.ortmodule.base.patching import without_package
-from ortlaunch.ortmodule.deepspeed.sum_of_squares import sum_of_squares
+from ortlaunch.ortmodule.base.patching import hide_package
+from ortlaunch.ortmodule.deepspeed.sum_of_squares import float64_sum_of_squares
 from ortlaunch.precisions import PRECISIONS
 from ortlaunch.worker.engine.averaging import GradientAveraging, UsedParameters, names_text
 from ortlaunch.worker.model.named_state import (
@@ -260,7 +260,7 @@ class DeepSpeedStepper:
         config: Json,
     ) -> None:
         # Its autotuner would load MLflow for 1.7 s of a core.
-        with without_package("mlflow"):
+        with hide_package("mlflow"):
             import deepspeed
 
         _disable_unneeded_parts(deepspeed)
@@ -411,7 +411,7 @@ def float64_gradient_norm(model: nn.Module) -> float:
     dense = [
         gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients
     ]
-    return math.sqrt(float(sum_of_squares(dense))) if dense else 0.0
+    return math.sqrt(float(float64_sum_of_squares(dense))) if dense else 0.0
 
 
 def _gradient_piece(parameter: Any) -> torch.Tensor | None:

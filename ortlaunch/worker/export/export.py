@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ortlaunch.ortmodule.base.patching import without_package
+from ortlaunch.ortmodule.base.patching import hide_package
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.export_records import DeviceArtifacts, OnnxCheck
 from ortlaunch.run_folder.file_sums import list_files_below
@@ -69,7 +69,7 @@ def write_huggingface(
         logging.disable_progress_bar()
         restore_cache_setting(model, trained_module.generates_with_cache)
         # accelerate would import DeepSpeed, for seconds, to see whether the model is wrapped by it.
-        with without_package("deepspeed"):
+        with hide_package("deepspeed"):
             model.save_pretrained(folder)
     else:
         _save_tensors(model, str(folder / "model.safetensors"))

@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 from ortlaunch.errors import EngineError, InputError, MissingDependency, first_message_line
-from ortlaunch.ortmodule.base.torch_calls import untraced
-from ortlaunch.ortmodule.torch_in_graph.operator_table import with_forms
-from ortlaunch.ortmodule.tracing.tracing import with_autocasts_cache
+from ortlaunch.ortmodule.base.torch_calls import pause_tracing
+from ortlaunch.ortmodule.torch_in_graph.operator_table import wrap_with_exact_forms
+from ortlaunch.ortmodule.tracing.tracing import wrap_restoring_cast_cache
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.export_records import OnnxCheck
 from ortlaunch.worker.data import LoadedData, collate
@@ -261,8 +261,8 @@ def _export_graph(
         warnings.simplefilter("always", torch.jit.TracerWarning)
         try:
             # Whisper and MultiheadAttention need these operators.
-            export = with_forms(torch.onnx.export, "diff", "cumsum", "unflatten")
-            with_autocasts_cache(export)(
+            export = wrap_with_exact_forms(torch.onnx.export, "diff", "cumsum", "unflatten")
+            wrap_restoring_cast_cache(export)(
                 exported_module, tuple(batch.values()), str(parts / "model.onnx"), input_names=[*sizes.inputs],
                 output_names=[*sizes.outputs], dynamic_axes={**sizes.inputs, **sizes.outputs}, opset_version=OPSET,
                 dynamo=False,
@@ -307,7 +307,7 @@ def _broadcast_unless_equal(
     with which mse_loss compares them.
     """
     # In a trace sizes are tensors.
-    with untraced():
+    with pause_tracing():
         shapes = {tensor.shape for tensor in tensors}
     broadcast: Sequence[torch.Tensor] = tensors if len(shapes) == 1 else original(*tensors)
     return broadcast

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from ortlaunch.errors import FIRST_PARAMETER, NonFiniteError
-from ortlaunch.ortmodule.deepspeed.sum_of_squares import sum_of_squares
+from ortlaunch.ortmodule.deepspeed.sum_of_squares import float64_sum_of_squares
 from ortlaunch.run_folder.records import BadStep
 from ortlaunch.worker.data import Batches
 from ortlaunch.worker.process_group.distributed import DistributedContext
@@ -163,7 +163,7 @@ def require_finite_weights(step: int, weights: NamedTensors) -> None:
     """
     named = [(name, tensor) for name, tensor in weights if tensor is not None]
     # One sum of squares reads all weights fast; the loop over them only searches for the name.
-    if named and not sum_of_squares([tensor for _, tensor in named]).isfinite():
+    if named and not float64_sum_of_squares([tensor for _, tensor in named]).isfinite():
         name = next(_bad_tensors(named))[1]
         raise NonFiniteError(
             f"step {step}: the weights of {name} are not finite after this step, "

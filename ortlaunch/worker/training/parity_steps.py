@@ -152,7 +152,7 @@ class ParitySteps:
                     batch,
                     self._module_with_given_draws if engine.record.engine.used == "ort" else None,
                     precision=recipe.precision,
-                    uses_uses_uses_autocast=recipe.zero is None,
+                    uses_uses_uses_uses_autocast=recipe.zero is None,
                     tolerance=self.tolerance,
                 )
                 if step_index + 1 == self.end_step and self._is_evaluation_compared():

@@ -76,7 +76,7 @@ class StepProfiler:
         self._seconds: dict[bool, dict[int, float]] = {True: {}, False: {}}
         self._spans = list[Span]()
         self._ort = (
-            ProfiledSessions(session.engine.eval_module, session.engine.witness.uncounted)
+            ProfiledSessions(session.engine.eval_module, session.engine.witness.exclude_from_counts)
             if self.steps and session.engine.witness and self._engine_name == "ort"
             else None
         )

@@ -447,8 +447,8 @@ def test_what_engine_ort_takes(
             raise package
         return "onnxruntime-training-cpu"
 
-    monkeypatch.setattr(extensions, "ort_package", ort_package)
-    monkeypatch.setattr(extensions, "missing", lambda: missing)
+    monkeypatch.setattr(extensions, "ort_package_name", ort_package)
+    monkeypatch.setattr(extensions, "missing_extensions", lambda: missing)
     eager = resolved()
     made = resolved(engine={"name": "ort"})
     doctor.require(eager.file.recipe, eager.world)

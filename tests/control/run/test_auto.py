@@ -353,7 +353,7 @@ def test_versions_hardware_and_code_are_in_the_key(monkeypatch: pytest.MonkeyPat
     changed = {before, auto.digest(resolved())}
     monkeypatch.setattr(machine, "hardware_record", lambda: {"processor": "another"})
     changed.add(auto.digest(resolved()))
-    monkeypatch.setattr(extensions, "version", {"torch": "99"}.get)
+    monkeypatch.setattr(extensions, "installed_version", {"torch": "99"}.get)
     changed.add(auto.digest(resolved()))
     assert len(changed) == 4
 

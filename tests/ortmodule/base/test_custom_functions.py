@@ -26,8 +26,8 @@ pytestmark = needs_ort
 @pytest.fixture(scope="module", autouse=True)
 def _callable(built: None) -> None:
     """Skip where ORT's extension that calls custom functions could not be built."""
-    if extensions.interop_refusal():
-        pytest.skip(f"not on this torch: {extensions.interop_refusal()}")
+    if extensions.interop_refusal_reason():
+        pytest.skip(f"not on this torch: {extensions.interop_refusal_reason()}")
 
 
 class Cube(torch.autograd.Function):

@@ -21,17 +21,17 @@ def nvidia(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         path = tmp_path / library.folder / "lib" / library.name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-    monkeypatch.setattr(cuda_libraries, "_folders", lambda: iter([tmp_path]))
-    monkeypatch.setattr(cuda_libraries, "_in_system", lambda library: False)
+    monkeypatch.setattr(cuda_libraries, "_nvidia_folders", lambda: iter([tmp_path]))
+    monkeypatch.setattr(cuda_libraries, "_is_in_system", lambda library: False)
     return tmp_path
 
 
 def test_absent_libraries_are_named_with_their_package(nvidia: Path) -> None:
     """The check names the missing file and the command that installs it; it starts no process."""
-    assert cuda_libraries.missing() == []
+    assert cuda_libraries.missing_libraries() == []
     (nvidia / "cudnn" / "lib" / "libcudnn.so.8").unlink()
-    assert [library.name for library in cuda_libraries.missing()] == ["libcudnn.so.8"]
-    assert cuda_libraries.check() == (
+    assert [library.name for library in cuda_libraries.missing_libraries()] == ["libcudnn.so.8"]
+    assert cuda_libraries.check_gpu_in_subprocess() == (
         "the CUDA libraries of onnxruntime-training are not installed (libcudnn.so.8). "
         'Type: pip install "ortlaunch[ort-cuda]" (or: pip install --no-deps nvidia-cudnn-cu11)'
     )
@@ -45,7 +45,7 @@ def test_libraries_are_loaded_by_path_in_the_order_of_their_needs(
     monkeypatch.setattr(cuda_libraries.ctypes, "CDLL", lambda path, mode: loaded.append(path))
     # One library that only the system may have.
     (nvidia / "curand" / "lib" / "libcurand.so.10").unlink()
-    cuda_libraries.preload()
+    cuda_libraries.load_libraries()
     assert [Path(path).name for path in loaded] == [
         name for name in NAMES if name != "libcurand.so.10"
     ]
@@ -54,12 +54,12 @@ def test_libraries_are_loaded_by_path_in_the_order_of_their_needs(
 
 def test_a_library_of_the_system_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """LD_LIBRARY_PATH counts if no package has the library."""
-    monkeypatch.setattr(cuda_libraries, "_folders", lambda: iter([]))
+    monkeypatch.setattr(cuda_libraries, "_nvidia_folders", lambda: iter([]))
     for name in NAMES:
         (tmp_path / name).touch()
-    assert cuda_libraries.missing() == list(cuda_libraries.LIBRARIES)
+    assert cuda_libraries.missing_libraries() == list(cuda_libraries.LIBRARIES)
     monkeypatch.setenv("LD_LIBRARY_PATH", f"/nowhere:{tmp_path}")
-    assert cuda_libraries.missing() == []
+    assert cuda_libraries.missing_libraries() == []
 
 
 @pytest.mark.parametrize(
@@ -83,8 +83,8 @@ def test_the_check_survives_an_abort(
     monkeypatch.setattr(
         cuda_libraries.start, "module_command", lambda module: [sys.executable, "-c", code]
     )
-    assert cuda_libraries.check().endswith(why)
-    assert bool(cuda_libraries.check()) == bool(why)
+    assert cuda_libraries.check_gpu_in_subprocess().endswith(why)
+    assert bool(cuda_libraries.check_gpu_in_subprocess()) == bool(why)
 
 
 def test_the_toolkit_is_found_and_headers_come_from_the_wheels(
@@ -106,12 +106,18 @@ def test_the_toolkit_is_found_and_headers_come_from_the_wheels(
         monkeypatch.delenv(name, raising=False)
     # nvcc by a link, and in the toolkit itself.
     for folder in ("links", "toolkit/bin"):
-        assert cuda_libraries.toolkit(str(tmp_path / folder)) == str(tmp_path / "toolkit")
+        assert cuda_libraries.cuda_toolkit_folder(str(tmp_path / folder)) == str(
+            tmp_path / "toolkit"
+        )
     monkeypatch.setenv("CUDA_HOME", "/opt/cuda")
-    assert cuda_libraries.toolkit(str(tmp_path / "links")) == "/opt/cuda"
-    monkeypatch.setattr(cuda_libraries, "_folders", lambda: iter([tmp_path / "nvidia"]))
-    assert cuda_libraries.headers("13.0") == [str(tmp_path / "nvidia" / "cu13" / "include")]
-    assert str(tmp_path / "nvidia" / "cublas" / "include") in cuda_libraries.headers("12.6")
+    assert cuda_libraries.cuda_toolkit_folder(str(tmp_path / "links")) == "/opt/cuda"
+    monkeypatch.setattr(cuda_libraries, "_nvidia_folders", lambda: iter([tmp_path / "nvidia"]))
+    assert cuda_libraries.cuda_include_folders("13.0") == [
+        str(tmp_path / "nvidia" / "cu13" / "include")
+    ]
+    assert str(tmp_path / "nvidia" / "cublas" / "include") in cuda_libraries.cuda_include_folders(
+        "12.6"
+    )
 
 
 # The exact versions of the wheels that pyproject.toml pins.
@@ -136,7 +142,7 @@ int cuGetProcAddress(const char *name, void **address, int version, unsigned lon
 _CHECK = """
 import sys
 from ortlaunch.ortmodule.build import cuda_libraries
-print([library.name for library in cuda_libraries.missing()], cuda_libraries.check())
+print([library.name for library in cuda_libraries.missing_libraries()], cuda_libraries.check_gpu_in_subprocess())
 """
 
 

@@ -18,7 +18,11 @@ from deepspeed.runtime.zero import stage_1_and_2
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ortlaunch.ortmodule.deepspeed import gradient_norm, sources
-from ortlaunch.ortmodule.deepspeed.gradient_norm import Applied, fuse_gradient_norm, restore
+from ortlaunch.ortmodule.deepspeed.gradient_norm import (
+    GradientNormProvider,
+    fuse_gradient_norm,
+    restore_deepspeed_norm,
+)
 from ortlaunch.rank import Rank
 from ortlaunch.worker.engine import engine
 from ortlaunch.worker.engine.stepping import DeepSpeedStepper
@@ -70,13 +74,13 @@ def norms(optimizer: Any) -> list[float]:
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that gets the number of elements read by each call."""
     read: list[int] = []
-    plain = gradient_norm.sum_of_squares
+    plain = gradient_norm.float64_sum_of_squares
 
     def noting(tensors: Any) -> Tensor:
         read.append(sum(tensor.numel() for tensor in tensors))
         return plain(tensors)
 
-    monkeypatch.setattr(gradient_norm, "sum_of_squares", noting)
+    monkeypatch.setattr(gradient_norm, "float64_sum_of_squares", noting)
     return read
 
 
@@ -89,7 +93,7 @@ def test_the_answers_are_deepspeeds() -> None:
     """Check and norms equal those of DeepSpeed's own functions in value, dtype and shape."""
     optimizer = zero(gradients(300, 7), gradients(5), [], padding=(torch.zeros(4),))
     stock = optimizer.has_overflow_partitioned_grads_serial(), norms(optimizer)
-    assert fuse_gradient_norm(optimizer) == Applied(True, "ortlaunch", "")
+    assert fuse_gradient_norm(optimizer) == GradientNormProvider(True, "ortlaunch", "")
     check = optimizer.has_overflow_partitioned_grads_serial()
     assert (check.dtype, check.shape, bool(check)) == (stock[0].dtype, stock[0].shape, False)
     assert norms(optimizer) == pytest.approx(stock[1], rel=1e-6)
@@ -103,7 +107,7 @@ def test_the_answers_are_deepspeeds() -> None:
     )
     # The infinity norm is the largest element.
     assert float(largest) == float(optimizer.averaged_gradients[1][0].abs().max())
-    restore(optimizer)
+    restore_deepspeed_norm(optimizer)
     assert optimizer.get_grad_norm_direct.__func__ is DeepSpeedZeroOptimizer.get_grad_norm_direct
 
 
@@ -203,7 +207,7 @@ def test_what_is_left_to_deepspeed(fields: dict[str, Any], why: str) -> None:
     """An optimizer that is not supported stays unchanged, and the reason is returned."""
     optimizer = zero(gradients(3), **fields)
     before = dict(vars(optimizer))
-    assert fuse_gradient_norm(optimizer) == Applied(False, None, why)
+    assert fuse_gradient_norm(optimizer) == GradientNormProvider(False, None, why)
     assert vars(optimizer) == before
 
 
@@ -218,7 +222,7 @@ def test_replicated_and_modified_optimizers() -> None:
         "the optimizer is modified already",
     ]
     other = fuse_gradient_norm(torch.optim.SGD([torch.zeros(1)], lr=1.0))
-    assert other == Applied(False, None, "only ZeRO 1 and 2 are supported, not SGD")
+    assert other == GradientNormProvider(False, None, "only ZeRO 1 and 2 are supported, not SGD")
 
 
 def scaled_global_norm(self: Any, norm_type: int = 2) -> None:
@@ -243,7 +247,7 @@ def test_an_unknown_source_is_left_alone(
     monkeypatch.setattr(owner, name, scaled_global_norm)
     optimizer = zero(gradients(3))
     applied = fuse_gradient_norm(optimizer)
-    assert applied == Applied(
+    assert applied == GradientNormProvider(
         False,
         None,
         f"DeepSpeed {deepspeed.__version__} is not supported: {name} differs from all known "
@@ -254,23 +258,23 @@ def test_an_unknown_source_is_left_alone(
 
 def test_functions_of_two_releases_are_not_a_release(monkeypatch: pytest.MonkeyPatch) -> None:
     """Known functions in an unknown combination are refused."""
-    known = sources.known_sources()
+    known = sources.known_function_hashes()
     # One function of a later release.
     mixed = {**known["0.18.0"], "step": known["0.19.8"]["step"]}
-    monkeypatch.setattr(sources, "installed", lambda *_: mixed)
-    assert sources.unknown_source(DeepSpeedZeroOptimizer).startswith(
+    monkeypatch.setattr(sources, "installed_function_hashes", lambda *_: mixed)
+    assert sources.unknown_source_reason(DeepSpeedZeroOptimizer).startswith(
         "step differs from all known releases"
     )
-    monkeypatch.setattr(sources, "installed", lambda *_: known["0.18.0"])
-    assert sources.unknown_source(DeepSpeedZeroOptimizer) == ""
+    monkeypatch.setattr(sources, "installed_function_hashes", lambda *_: known["0.18.0"])
+    assert sources.unknown_source_reason(DeepSpeedZeroOptimizer) == ""
 
 
 def test_a_function_without_source_is_unknown() -> None:
     """A function without source has no fingerprint, so that its release is unknown."""
     # Compiled, and made at run time.
-    assert sources.fingerprint(len) == ""
+    assert sources.function_hash(len) == ""
     made: Any = types.FunctionType((lambda: 0).__code__.replace(co_filename="<made>"), {})
-    assert sources.fingerprint(made) == ""
+    assert sources.function_hash(made) == ""
 
 
 def told(made: Any, used: str, optimizer: Any) -> tuple[dict[str, Any], list[str]]:
@@ -326,7 +330,7 @@ def test_it_is_recorded_and_said(
     """engine.json and the printed plan name the fused pass, or the reason for none."""
     optimizer = None if fields is None else zero(gradients(3), **fields)
     found, said = told(recipe(**made), used, optimizer)
-    assert (found, said) == (Applied(*fp16)._asdict(), lines)
+    assert (found, said) == (GradientNormProvider(*fp16)._asdict(), lines)
     # The record agrees with the optimizer's methods.
     assert optimizer is None or ("get_grad_norm_direct" in vars(optimizer)) == fp16[0]
 

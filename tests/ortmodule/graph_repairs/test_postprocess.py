@@ -62,7 +62,7 @@ def test_an_identity_changes_nothing(witness: Witness) -> None:
     assert report["postprocess"]["nodes_after"] == before + 1
     note = f"Settings.postprocess: {name} made {before + 1} nodes of an exported graph's {before}"
     assert note in report["notes"]
-    assert pickle.loads(pickle.dumps(module))._settings().postprocess is with_identity
+    assert pickle.loads(pickle.dumps(module))._attached_settings().postprocess is with_identity
 
 
 def test_the_changed_graph_runs(witness: Witness) -> None:

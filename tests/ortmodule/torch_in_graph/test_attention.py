@@ -24,7 +24,8 @@ pytestmark = [
     needs_ort,
     pytest.mark.usefixtures("built", "seeded"),
     pytest.mark.skipif(
-        bool(extensions.interop_refusal()), reason="ONNX Runtime's torch_interop_utils is not built"
+        bool(extensions.interop_refusal_reason()),
+        reason="ONNX Runtime's torch_interop_utils is not built",
     ),
 ]
 # The name of the kernel's calls in the counters.
@@ -101,7 +102,7 @@ def _every_length(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let attention of any length use torch's kernel."""
     # The tests' sequences are shorter than those for which the kernel is faster.
     monkeypatch.setattr(machine, "FUSED_ATTENTION_SCORES", 1)
-    torch_calls.restart()
+    torch_calls.reset_counters()
 
 
 def compare(model: nn.Module, batches: Any = BATCHES, **settings: Any) -> int:
@@ -116,7 +117,7 @@ def compare(model: nn.Module, batches: Any = BATCHES, **settings: Any) -> int:
             losses.append(loss.item())
         assert losses[0] == pytest.approx(losses[1], rel=1e-5)
         same(model, eager, atol=1e-5)
-    made = torch_calls.calls_from_graph()
+    made = torch_calls.counts_of_called()
     return made[CALL].backward if CALL in made else 0
 
 

@@ -25,7 +25,8 @@ pytestmark = [
     needs_ort,
     pytest.mark.usefixtures("built", "seeded"),
     pytest.mark.skipif(
-        bool(extensions.interop_refusal()), reason="ONNX Runtime's torch_interop_utils is not built"
+        bool(extensions.interop_refusal_reason()),
+        reason="ONNX Runtime's torch_interop_utils is not built",
     ),
 ]
 
@@ -118,14 +119,14 @@ def test_operators_without_a_form_or_a_gradient(
 ) -> None:
     """Batches of two sizes need one export, and torch's operators are counted."""
     # The counters of a process, which earlier tests have used.
-    torch_calls.restart()
+    torch_calls.reset_counters()
     before = tally.exports
     compare(kind(), [(torch.randn(size),) for size in sizes])
-    found = {name.removeprefix("aten.") for name in torch_calls.calls_from_graph()}
+    found = {name.removeprefix("aten.") for name in torch_calls.counts_of_called()}
     assert operators <= found, found
     # Once for each of the two batches; the calls in the export do not count.
-    assert {calls.forward for calls in torch_calls.calls_from_graph().values()} == {2}
-    assert 0 < torch_calls.share() < 1
+    assert {calls.forward for calls in torch_calls.counts_of_called().values()} == {2}
+    assert 0 < torch_calls.torch_share_of_pass_time() < 1
     # One export, although the batches have two sizes.
     assert tally.exports == before + 1
 
@@ -181,7 +182,7 @@ def test_an_operator_of_unknown_shape_is_exported_again_as_torchs(
 ) -> None:
     """An operator of unknown shape is exported again as torch's, or named in the error."""
     # Without its row in the table the fault shows only in ORT's shape inference.
-    monkeypatch.delitem(operator_table._TORCHS, "aten::avg_pool2d")
+    monkeypatch.delitem(operator_table._TORCH_ROWS_BY_NAME, "aten::avg_pool2d")
     compare(Pools(6, 6), [(torch.randn(rows, 4, 6),) for rows in (2, 3)])
     assert any(
         note.startswith("exported once more with aten::avg_pool2d as torch's")
@@ -426,7 +427,7 @@ def test_layer_norms_without_bias_or_weights() -> None:
     ORT's gradient of one is wrong, so it gets a bias of zeros. ORT cannot run the other, which
     torch computes.
     """
-    torch_calls.restart()
+    torch_calls.reset_counters()
     norms = nn.LayerNorm(6, bias=False), nn.LayerNorm(6, elementwise_affine=False)
     model = nn.Sequential(nn.Linear(4, 6), norms[0], nn.Tanh(), norms[1])
     eager = copy.deepcopy(model)
@@ -435,7 +436,7 @@ def test_layer_norms_without_bias_or_weights() -> None:
     for run in (module, eager):
         run(x).sin().sum().backward()
     same(model, eager)
-    assert torch_calls.calls_from_graph()["aten.layer_norm"].forward == 1
+    assert torch_calls.counts_of_called()["aten.layer_norm"].forward == 1
     with torch.no_grad():
         torch.testing.assert_close(module.eval()(x), eager.eval()(x))
 

@@ -250,7 +250,7 @@ def test_attention_dropout_drops_its_share_of_the_probabilities() -> None:
 UNKNOWN_TORCH = """
 from ortlaunch.ortmodule import repaired
 from ortlaunch.ortmodule.base import registry, source_guard
-source_guard.TORCH["torch.onnx.symbolic_opset14:scaled_dot_product_attention"] = ("what no torch has",)
+source_guard.TORCH_SOURCE_TEXTS["torch.onnx.symbolic_opset14:scaled_dot_product_attention"] = ("what no torch has",)
 repaired.import_ortmodule()
 import torch
 from ortlaunch.ortmodule import ORTModule, Settings
@@ -258,7 +258,7 @@ from tests.ortmodule.tracing.test_attention import Scores
 x = torch.randn(2, 4, 16, 8)
 ORTModule(Scores(0.0), Settings(threads=1))(x).backward()
 assert abs(ORTModule(Scores(0.3), Settings(threads=1)).eval()(x).item() - 1) < 1e-5
-assert "export_sdpa_dropout" in registry.not_applied()
+assert "export_sdpa_dropout" in registry.unapplied_repair_reasons()
 ORTModule(Scores(0.3), Settings(threads=1, torch_operators="off"))(x)
 """
 

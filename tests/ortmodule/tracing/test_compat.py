@@ -33,7 +33,7 @@ from ortlaunch.ortmodule.torch_in_graph import operator_table
 from ortlaunch.ortmodule.tracing import compat
 from ortlaunch.ortmodule import ORTModule, Settings
 
-refusal = extensions.interop_refusal()
+refusal = extensions.interop_refusal_reason()
 
 def kept(repairs):
     return tuple(repair for repair in repairs if repair.name != skipped)
@@ -256,7 +256,7 @@ if not refusal:
 }
 EPILOGUE = """
 assert torch.onnx.export is export and torch.cuda.nvtx.range_push is push, "torch was changed"
-print("applied:", *registry.applied())
+print("applied:", *registry.applied_repairs())
 """
 # By repair: the check that fails without it, and the error.
 WITHOUT = {
@@ -300,7 +300,7 @@ REFUSING = ("disable_custom_autograd", "refuse_custom_backward", "skip_padding_h
 def refusing(built: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache in which torch_interop_utils could not be built."""
     # A copy of the real cache without one extension, which saves a build.
-    here = extensions.cache_dir()
+    here = extensions.extension_cache_folder()
     cache = tmp_path_factory.mktemp("refusing")
     folder = cache / here.relative_to(cache_root())
     folder.mkdir(parents=True)
@@ -329,7 +329,7 @@ def repairs(fresh: Run, refusing: Path) -> dict[str, Path]:
     with_interop = applied(fresh, cache_root(), CHECKS)
     without = applied(fresh, refusing, {WITHOUT[repair][0] for repair in REFUSING})
     assert set(REFUSING) <= set(without)
-    assert extensions.interop_refusal() or not set(REFUSING) & set(with_interop)
+    assert extensions.interop_refusal_reason() or not set(REFUSING) & set(with_interop)
     # A repair that both need is tested with the real cache.
     return {**dict.fromkeys(without, refusing), **dict.fromkeys(with_interop, cache_root())}
 
@@ -396,9 +396,9 @@ def test_every_repair_is_tested(built: None) -> None:
 def test_importing_twice_repairs_once(built: None) -> None:
     """The second call returns the same module and applies no more repairs."""
     repaired.import_ortmodule()
-    before = registry.applied()
+    before = registry.applied_repairs()
     assert repaired.import_ortmodule() is repaired.import_ortmodule()
-    assert registry.applied() == before
+    assert registry.applied_repairs() == before
     assert len(set(before)) == len(before)
 
 
@@ -408,7 +408,9 @@ def test_environment_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ORTLAUNCH_TEST_B", raising=False)
 
     def fail() -> None:
-        with patching.environment(ORTLAUNCH_TEST_A="during", ORTLAUNCH_TEST_B="during"):
+        with patching.set_environment_variables(
+            ORTLAUNCH_TEST_A="during", ORTLAUNCH_TEST_B="during"
+        ):
             assert (os.environ["ORTLAUNCH_TEST_A"], os.environ["ORTLAUNCH_TEST_B"]) == (
                 "during",
                 "during",

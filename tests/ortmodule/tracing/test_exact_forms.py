@@ -183,7 +183,8 @@ def test_a_form_is_torchs(name: str) -> None:
 
 
 @pytest.mark.skipif(
-    bool(extensions.interop_refusal()), reason="ONNX Runtime's torch_interop_utils is not built"
+    bool(extensions.interop_refusal_reason()),
+    reason="ONNX Runtime's torch_interop_utils is not built",
 )
 @pytest.mark.parametrize("name", list(TORCHS))
 def test_what_has_no_form_is_torchs_own(name: str) -> None:

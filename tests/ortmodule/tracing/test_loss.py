@@ -166,7 +166,7 @@ def test_no_label_counts(
 
     The next batch is right again.
     """
-    monkeypatch.setattr(torch_kernels, "WIDTH", 4)
+    monkeypatch.setattr(torch_kernels, "LEAST_MATRIX_WIDTH", 4)
     model = Scores(reduction=reduction)
     eager = copy.deepcopy(model)
     module = wrapped(model, torch_matmul=matmul)
@@ -412,7 +412,7 @@ def test_torchs_matrix_products_add_a_bias(
     witness: Witness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A Gemm with a bias is one call of torch."""
-    monkeypatch.setattr(torch_kernels, "WIDTH", 4)
+    monkeypatch.setattr(torch_kernels, "LEAST_MATRIX_WIDTH", 4)
     eager = Added()
     module = wrapped(copy.deepcopy(eager))
     check(module, eager, *batch(1.0))
@@ -436,7 +436,7 @@ def test_a_vector_added_to_a_layer_with_a_bias_leaves_the_bias(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The product's own bias is not replaced by the next vector that is added."""
-    monkeypatch.setattr(torch_kernels, "WIDTH", 4)
+    monkeypatch.setattr(torch_kernels, "LEAST_MATRIX_WIDTH", 4)
     eager = Shifted()
     check(wrapped(copy.deepcopy(eager)), eager, *batch(1.0))
 
@@ -446,7 +446,7 @@ def test_torchs_matrix_products(
     kind: type[nn.Module], witness: Witness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Matmuls with a matrix are torch's in both passes, with eager's loss and gradients."""
-    monkeypatch.setattr(torch_kernels, "WIDTH", 4)
+    monkeypatch.setattr(torch_kernels, "LEAST_MATRIX_WIDTH", 4)
     model = kind()
     eager = copy.deepcopy(model)
     module = wrapped(model, torch_matmul=True)
@@ -468,7 +468,7 @@ def test_recomputed_products_stay_onnx_runtimes(
     witness: Witness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With recomputation matmuls stay ORT's, because it has no operators of torch."""
-    monkeypatch.setattr(torch_kernels, "WIDTH", 4)
+    monkeypatch.setattr(torch_kernels, "LEAST_MATRIX_WIDTH", 4)
     wrapped(Scores(), torch_matmul=True, memory_optimization=1)(*batch(1.0)).backward()
     assert "linear" not in witness.graphs[-1].aten
 
@@ -481,9 +481,9 @@ def test_a_models_own_checkpoints_keep_its_products_and_say_so(witness: Witness)
 
 def test_products_are_torchs_unless_refused_or_recomputed() -> None:
     """Without a setting, matmuls are torch's; not so with memory optimization."""
-    assert torch_kernels.torch_products(Settings())
-    assert not torch_kernels.torch_products(Settings(torch_matmul=False))
-    assert not torch_kernels.torch_products(Settings(memory_optimization=1))
+    assert torch_kernels.torch_computes_products(Settings())
+    assert not torch_kernels.torch_computes_products(Settings(torch_matmul=False))
+    assert not torch_kernels.torch_computes_products(Settings(memory_optimization=1))
 
 
 def test_a_label_that_is_no_class_is_an_error(witness: Witness) -> None:
@@ -552,7 +552,7 @@ def test_a_loss_under_autocast_is_computed_in_float32() -> None:
         types.append(scores.dtype)
         return scores.sum()
 
-    loss = cross_entropy._written_out(plain)
+    loss = cross_entropy._wrap_with_written_out_loss(plain)
     scores = torch.zeros(2, 3, dtype=torch.bfloat16)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss(scores, torch.zeros(2, dtype=torch.long), None, 1, -100, 0.0)

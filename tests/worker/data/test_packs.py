@@ -137,4 +137,4 @@ def test_packed_equals_unpacked_on_onnx_runtime(witness: Any) -> None:
     )
     assert found == pytest.approx(expected, rel=1e-6)
     assert (gradients - row_gradients).abs().max() < 1e-6 * row_gradients.abs().max()
-    assert witness.counts()["forward_passes"] == 2
+    assert witness.counts_record()["forward_passes"] == 2

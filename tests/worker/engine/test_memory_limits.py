@@ -51,8 +51,8 @@ def test_plan_trial_and_export_see_one_limit(
     }
     # Half a GiB is in use, and two ranks share the rest.
     assert limits[name] == (2 * GiB, 3 * GiB // 4)
-    options.settle_deepcopy(torch.nn.Linear(2, 2), Settings(processes_on_host=2))
-    copies = options.report()["deepcopy_before_export"]
+    options.decide_deepcopy(torch.nn.Linear(2, 2), Settings(processes_on_host=2))
+    copies = options.decisions_record()["deepcopy_before_export"]
     assert (copies["limit"], copies["limit_bytes"], copies["free_bytes"]) == (
         name,
         2 * GiB,
@@ -103,9 +103,9 @@ import json, torch
 from ortlaunch import machine
 from ortlaunch.ortmodule import Settings, options
 from ortlaunch.worker.engine.memory_limits import RankLimits
-options.settle_deepcopy(torch.nn.Linear(2, 2), Settings())
+options.decide_deepcopy(torch.nn.Linear(2, 2), Settings())
 limits = {limit.name: limit.size for limit in RankLimits(torch.device("cpu"), 1).limits}
-exported = options.report()["deepcopy_before_export"]
+exported = options.decisions_record()["deepcopy_before_export"]
 planned = machine.smallest_memory_limit()
 print(json.dumps([planned.name, planned.total_bytes, limits[planned.name], exported["limit"], exported["limit_bytes"]]))
 """

@@ -145,7 +145,7 @@ def test_onnx_runtime_has_them_too(witness: Any, family: str, attention: str) ->
             )
         assert losses == pytest.approx([alone(net, chosen)] * 2, rel=1e-5)
         assert (gradients[0] - gradients[1]).abs().max() < 1e-4 * gradients[1].abs().max()
-    assert witness.counts()["forward_passes"] == 2
+    assert witness.counts_record()["forward_passes"] == 2
 
 
 def test_a_model_that_sees_through_the_mask_is_refused() -> None:
