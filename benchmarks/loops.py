@@ -160,13 +160,13 @@ def ours(gate: Gate, options: dict[str, Any], work: Callable[[Any], None] | None
     """Run ortlaunch's worker on a prepared run folder, with `work` in place of its task."""
     import ortlaunch.worker.tasks.train as loop
     from ortlaunch.rank import Rank
-    from ortlaunch.resolve.prepare import prepare
+    from ortlaunch.resolve.prepare import write_and_announce_run
     from ortlaunch.run_folder.folder import RunDir
     from ortlaunch.worker.__main__ import run_rank
     from ortlaunch.worker.supervision.watchdog import Watchdog
 
     run = RunDir(Path(tempfile.mkdtemp(dir=os.environ["CONTEST_FOLDER"]), "run"))
-    prepare(resolved(options), run)
+    write_and_announce_run(resolved(options), run)
     # The worker's own loop, with a gate before each step.
     step = loop.train_step
 
@@ -211,20 +211,20 @@ def recipe_of(options: dict[str, Any]) -> Iterator[Path]:
 def resolved(options: dict[str, Any]) -> ResolvedRun:
     """Return the contest as a run of ortlaunch's."""
     from ortlaunch.planning.world import LaunchOptions
-    from ortlaunch.resolve.resolve import resolve
+    from ortlaunch.resolve.resolve import resolve_command
 
     with recipe_of(options) as path:
-        return resolve(path, (), LaunchOptions("local", 1, None, None, None), os.environ)
+        return resolve_command(path, (), LaunchOptions("local", 1, None, None, None), os.environ)
 
 
 def auto(gate: Gate, options: dict[str, Any]) -> None:
     """Have `engine: auto` measure; the last line is its choice, and the seconds of it all."""
-    from ortlaunch.bench.auto import measured
+    from ortlaunch.bench.auto import measure_engine_choice
     from ortlaunch.run_folder.records import as_json
 
     run = resolved({**options, "engine": "auto"})
     begun = time.perf_counter()
-    choice = measured(run, print)
+    choice = measure_engine_choice(run, print)
     cost = time.perf_counter() - begun
     rows = json.loads(Path(str(choice.bench), "bench.json").read_text())["variants"]
     starts = {

@@ -110,12 +110,12 @@ def session_of(folder: Path, context: Any, *overrides: str) -> Any:
     """The session of the tiny BERT as `train` builds it, on the ranks of the context."""
     from ortlaunch.planning.hosts import Host
     from ortlaunch.planning.make_plan import make_plan
-    from ortlaunch.planning.workload import workload
+    from ortlaunch.planning.workload import plan_workload
     from ortlaunch.planning.world import World
-    from ortlaunch.recipe import load
+    from ortlaunch.recipe import load_recipe
     from ortlaunch.run_folder.folder import RunDir
 
-    recipe = load(ROOT / "recipes/bert-large/tiny.yaml", list(overrides)).recipe
+    recipe = load_recipe(ROOT / "recipes/bert-large/tiny.yaml", list(overrides)).recipe
     world = World(
         (Host("localhost", context.size, tuple(range(context.size))),),
         "torchrun",
@@ -124,7 +124,9 @@ def session_of(folder: Path, context: Any, *overrides: str) -> Any:
         (),
         threads=1,
     )
-    plan = make_plan(recipe, world, workload(recipe, world), modules=".", worker=["-"])
+    plan = make_plan(
+        recipe, world, plan_workload(recipe, world), modules_folder=".", worker_argv=["-"]
+    )
     if recipe.engine.name == "ort":
         from ortlaunch.worker.engine.ort_settings import prepare_ortmodule
 
@@ -218,19 +220,21 @@ def supervisors(count: int) -> Step:
     """Processor ms a second of supervisors of idle ranks, 10 inspections a second; 0: the loop."""
     from ortlaunch.planning.hosts import Host
     from ortlaunch.planning.make_plan import make_plan
-    from ortlaunch.planning.workload import workload
+    from ortlaunch.planning.workload import plan_workload
     from ortlaunch.planning.world import World
     from ortlaunch.rank import Rank
-    from ortlaunch.recipe import load
+    from ortlaunch.recipe import load_recipe
     from ortlaunch.run_folder.folder import RunDir
     from ortlaunch.worker.supervision.child import Child
     from ortlaunch.worker.supervision.watchdog import Watchdog
 
     run = RunDir(scratch())
     world = World((Host("localhost", 2, (0, 1)),), "torchrun", "cpu", None, (), threads=1)
-    recipe = load(ROOT / "recipes/bert-large/tiny.yaml").recipe
+    recipe = load_recipe(ROOT / "recipes/bert-large/tiny.yaml").recipe
     run.plan.write_text(
-        make_plan(recipe, world, workload(recipe, world), modules=".", worker=["-"]).to_json()
+        make_plan(
+            recipe, world, plan_workload(recipe, world), modules_folder=".", worker_argv=["-"]
+        ).to_json()
     )
     dogs = [Watchdog(Rank(rank, 2, rank, 2), run) for rank in range(count)]
     children = [Child(sleeper(), run, rank, None) for rank in range(count)]
@@ -892,10 +896,12 @@ def held_out(way: str, steps: int = 2000) -> Step:
         )
 
     def counted() -> float:
-        from ortlaunch.recipe import load
+        from ortlaunch.recipe import load_recipe
         from ortlaunch.worker.data import LoadedData
 
-        data = LoadedData(load(recipe, [f"{name}={value}" for name, value in files.items()]).recipe)
+        data = LoadedData(
+            load_recipe(recipe, [f"{name}={value}" for name, value in files.items()]).recipe
+        )
         size = len(data.tokenizer)
         guesses = []
         source: Any = data.evaluation

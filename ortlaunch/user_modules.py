@@ -22,7 +22,7 @@ from ortlaunch.errors import InputError
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.inputs import current_folder
 from ortlaunch.recipe.text.place import Problem
-from ortlaunch.recipe.text.words import closest
+from ortlaunch.recipe.text.words import closest_name
 
 _FACTORIES = (
     "model.factory",
@@ -156,7 +156,7 @@ def _reason_file_lacks_function(function_name: str, path: Path) -> str | None:
     names = set(_bound_names(tree.body))
     if function_name in names or any(word.encode() in source for word in _HIDDEN):
         return None
-    guess = closest(function_name, names)
+    guess = closest_name(function_name, names)
     return f"{path} has no {function_name}" + (f"; did you mean {guess}?" if guess else "")
 
 

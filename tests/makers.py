@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from ortlaunch.launch_plan import Plan
-from ortlaunch.planning.forwarding import forwarded
+from ortlaunch.planning.forwarding import forwarded_variable_names
 from ortlaunch.planning.hosts import Host
 from ortlaunch.planning.make_plan import make_plan
-from ortlaunch.planning.workload import workload
+from ortlaunch.planning.workload import plan_workload
 from ortlaunch.planning.world import World
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.engine_report import (
@@ -67,7 +67,9 @@ def plan(
     `environ` is the environment of the shell; it is empty by default.
     """
     world = world_of(made, hosts, launcher, environ)
-    return make_plan(made, world, workload(made, world), modules="here", worker=worker)
+    return make_plan(
+        made, world, plan_workload(made, world), modules_folder="here", worker_argv=worker
+    )
 
 
 def world_of(
@@ -77,7 +79,9 @@ def world_of(
     environ: Mapping[str, str] | None = None,
 ) -> World:
     """Return CPU hosts with two threads for each rank; the environment is empty by default."""
-    forward = forwarded(made, environ or {}, secret=launcher == "inside")
+    forward = forwarded_variable_names(
+        made, environ or {}, may_come_from_secret=launcher == "inside"
+    )
     return World(tuple(hosts), launcher, "cpu", None, (), threads=2, forward=forward)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ortlaunch.rank import Rank
-from ortlaunch.recipe import Recipe, to_yaml
+from ortlaunch.recipe import Recipe, dump_recipe_yaml
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker import __main__ as worker
 from ortlaunch.worker.checkpoint import choose_start_checkpoint
@@ -109,7 +109,7 @@ def run_here(folder: Path, recipe: Recipe, task: str = "train") -> RunDir:
     """Run a recipe's only rank in this process, and return its run folder."""
     run = RunDir(folder)
     run.path.mkdir(exist_ok=True)
-    run.recipe.write_text(to_yaml(recipe))
+    run.recipe.write_text(dump_recipe_yaml(recipe))
     run.plan.write_text(replace(plan(recipe), task=task).to_json())
     rank = Rank(0, 1, 0, 1)
     # A rank sets RANK and others, which would make later tests of this process ranks of a launcher.

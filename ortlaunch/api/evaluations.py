@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ortlaunch.api.detached import launch_option_arguments, start_detached_command
 from ortlaunch.api.waiting import wait_for_run_end
-from ortlaunch.commands.evaluate import dry_run
-from ortlaunch.commands.export import chosen_step
+from ortlaunch.commands.evaluate import evaluation_request_text
+from ortlaunch.commands.export import requested_or_newest_step
 from ortlaunch.json_types import Json
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.run_folder.folder import RunDir, read_own_json
@@ -20,9 +20,9 @@ def evaluate_checkpoint(
     show_progress: bool,
 ) -> Json:
     """Measure a checkpoint; arguments, result and errors are those of `Run.evaluate`."""
-    chosen_checkpoint_step = chosen_step(run, step)
+    chosen_checkpoint_step = requested_or_newest_step(run, step)
     # Errors are raised here, before anything starts.
-    dry_run(run, chosen_checkpoint_step, assignments, options)
+    evaluation_request_text(run, chosen_checkpoint_step, assignments, options)
     folder = run.evaluation_folder(chosen_checkpoint_step)
     command = [
         "evaluate",

@@ -14,7 +14,7 @@ from pathlib import Path
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.process import signals_to_handle
 from ortlaunch.rank import EXIT_SAVED
-from ortlaunch.resolve.resolve import resolve
+from ortlaunch.resolve.resolve import resolve_command
 from ortlaunch.resolve.resume import ResumeOptions
 from ortlaunch.run import preview
 from ortlaunch.run.preparation import new_or_requested_run_folder
@@ -38,10 +38,10 @@ def train_in_foreground(
         options: launcher, hosts and ranks.
         run_dir: the run folder; None: a new one.
         resume: values of --resume and --allow.
-        dry_run: whether to print the command that would run, and on standard error the lines
+        evaluation_request_text: whether to print the command that would run, and on standard error the lines
             before a start, instead of running it.
     """
-    resolved = resolve(recipe, overrides, options, os.environ)
+    resolved = resolve_command(recipe, overrides, options, os.environ)
     if not dry_run:
         # Not needed for a dry run, and slow to import.
         from ortlaunch.run import control
@@ -60,7 +60,7 @@ def evaluate_in_foreground(
     """Measure a checkpoint, and return the exit status."""
     from ortlaunch.commands import evaluate as evaluations
 
-    return evaluations.evaluate(RunDir(run), step, tuple(overrides), options)
+    return evaluations.evaluate_checkpoint(RunDir(run), step, tuple(overrides), options)
 
 
 def evaluation_command(
@@ -69,7 +69,7 @@ def evaluation_command(
     """Return the command that would measure a checkpoint."""
     from ortlaunch.commands import evaluate as evaluations
 
-    return evaluations.dry_run(RunDir(run), step, tuple(overrides), options)
+    return evaluations.evaluation_request_text(RunDir(run), step, tuple(overrides), options)
 
 
 def sweep_in_foreground(

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ortlaunch import recipe
-from ortlaunch.commands.prepare_data import audited
+from ortlaunch.commands.prepare_data import read_audit
 from ortlaunch.errors import RecipeError
 from ortlaunch.machine import visible_gpu_count
 from ortlaunch.recipe import Recipe, RecipeFile, inputs
 from ortlaunch.recipe.rules.rules import device_rules
-from ortlaunch.recipe.text.place import keys
-from ortlaunch.recipe.text.python_values import plain
-from ortlaunch.resolve.shipped import locate
+from ortlaunch.recipe.text.place import parse_key_path
+from ortlaunch.recipe.text.python_values import json_value
+from ortlaunch.resolve.shipped import locate_recipe
 from ortlaunch.user_modules import unloadable_factories
 
 RecipeSource = str | os.PathLike[str] | Mapping[str, object] | Recipe
@@ -86,17 +86,20 @@ def validate(
     file, folder = loaded.file, loaded.path.parent
     # These need the disk; `load` has checked everything that the text alone shows.
     missing_problems = (
-        *inputs.missing_files(file.recipe),
+        *inputs.missing_file_problems(file.recipe),
         *unloadable_factories(file.recipe, folder),
     )
-    content_problems = (*inputs.wrong_contents(file.recipe), *inputs.unknown_type(file.recipe))
-    lines = [file.explain(problem) for problem in (*missing_problems, *content_problems)]
+    content_problems = (
+        *inputs.content_problems(file.recipe),
+        *inputs.unknown_model_type_problems(file.recipe),
+    )
+    lines = [file.problem_line(problem) for problem in (*missing_problems, *content_problems)]
     # With several nodes this machine may only submit the run, so missing files are notes.
     if lines and not elsewhere and file.recipe.launch.nodes in (None, 1):
         remedy = "if they exist on the machine that trains: ortlaunch validate --elsewhere"
         raise RecipeError([*lines, *([remedy] if missing_problems else [])])
     # Notes only: the recipe may be right.
-    lines += [*map(file.explain, inputs.doubtful(file.recipe)), *file.notes]
+    lines += [*map(file.problem_line, inputs.doubtful_value_problems(file.recipe)), *file.notes]
     lines += file.recipe.sweep_lines()
     # Often a login node, so that this is a note, too.
     device = file.recipe.launch.device
@@ -104,7 +107,7 @@ def validate(
         ("cuda" if visible_gpu_count(os.environ) else "cpu") if device == "auto" else device
     )
     lines += [
-        f"a training on this host ends with: {file.explain(problem)}"
+        f"a training on this host ends with: {file.problem_line(problem)}"
         for problem in device_rules(file.recipe, local_device)
     ]
     return Validation(file.recipe, loaded.path, tuple(lines))
@@ -126,7 +129,7 @@ def show_data(
         InputError: the recipe is wrong.
         RunError: the data cannot be read.
     """
-    return audited(load(source, *assignments, **overrides), samples)
+    return read_audit(load(source, *assignments, **overrides), samples)
 
 
 def load_with_origin(
@@ -136,9 +139,9 @@ def load_with_origin(
     all_assignments = (*assignments, *assignments_from_overrides(overrides))
     if isinstance(source, (str, os.PathLike)):
         given_path = Path(source)
-        path = locate(given_path)
+        path = locate_recipe(given_path)
         return LoadedRecipe(
-            recipe.load(path, all_assignments), given_path, path, all_assignments, True
+            recipe.load_recipe(path, all_assignments), given_path, path, all_assignments, True
         )
     path = Path("recipe")
     values: Mapping[str, object]
@@ -149,7 +152,7 @@ def load_with_origin(
     else:
         values = source
     return LoadedRecipe(
-        recipe.load_values(values, all_assignments), path, path, all_assignments, False
+        recipe.load_recipe_values(values, all_assignments), path, path, all_assignments, False
     )
 
 
@@ -164,6 +167,6 @@ def assignments_from_overrides(overrides: Mapping[str, object]) -> Iterator[str]
         fields = value if isinstance(value, Mapping) and value else {"": value}
         for name, item in fields.items():
             path = f"{key}.{name}".rstrip(".")
-            yield f"{path}={json.dumps(plain(item, keys(path), problems))}"
+            yield f"{path}={json.dumps(json_value(item, parse_key_path(path), problems))}"
     if problems:
         raise RecipeError([f"override {problem}" for problem in problems])

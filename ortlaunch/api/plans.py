@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 from ortlaunch.api.inputs import LoadedRecipe, RecipeSource, load_with_origin
 from ortlaunch.launch_plan import Plan
-from ortlaunch.planning.describe import describe
-from ortlaunch.planning.prediction import lines
+from ortlaunch.planning.describe import describe_plan
+from ortlaunch.planning.prediction import prediction_lines
 from ortlaunch.planning.world import LaunchOptions
-from ortlaunch.recipe import to_yaml
-from ortlaunch.resolve.prepare import request_of
-from ortlaunch.resolve.resolve import Command, ResolvedRun, resolve_file
+from ortlaunch.recipe import dump_recipe_yaml
+from ortlaunch.resolve.prepare import launch_request
+from ortlaunch.resolve.resolve import Command, ResolvedRun, resolve_recipe_file
 from ortlaunch.run.preview import choose_engine_without_measuring, unknown_micro_size_notes
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.tasks import PredictionRequest, run_task_for_answer
@@ -34,11 +34,11 @@ class PlannedRun(NamedTuple):
         """Return the text that `ortlaunch plan` prints: notes, plan and command."""
         # TIME stands for the time of a start: the same recipe always prints the same plan. Only
         # the last line of a request is the command.
-        request = request_of(self.plan, RunDir(f"runs/{self.plan.name}-TIME"))
+        request = launch_request(self.plan, RunDir(f"runs/{self.plan.name}-TIME"))
         command = str(request).splitlines()[-1]
-        shown = describe(self.plan, self.resolved.file.recipe)
+        shown = describe_plan(self.plan, self.resolved.recipe_file.recipe)
         notes = unknown_micro_size_notes(self.resolved)
-        guess = lines(self.resolved.file.recipe, self.plan)
+        guess = prediction_lines(self.resolved.recipe_file.recipe, self.plan)
         return "\n".join([*self.resolved.notes, shown, *guess, *notes, f"command: {command}"])
 
     def predict_step_cost_into_cache(self) -> None:
@@ -49,15 +49,17 @@ class PlannedRun(NamedTuple):
         Raises:
             RunError: the model cannot be built here, or its work cannot be counted.
         """
-        request = PredictionRequest(to_yaml(self.resolved.file.recipe), self.plan.to_json())
+        request = PredictionRequest(
+            dump_recipe_yaml(self.resolved.recipe_file.recipe), self.plan.to_json()
+        )
         run_task_for_answer(request, shown_streams=("stderr",))
 
     def differences_from(self, other_path: Path) -> list[str]:
         """Return a line for each difference from another recipe, run folder or plan.json."""
-        from ortlaunch.commands.plan_diff import PlanContext, differences, other_plan
+        from ortlaunch.commands.plan_diff import PlanContext, plan_differences, plan_to_compare
 
         context = PlanContext(self.resolved.command.options, os.environ, self.resolved.world.device)
-        return differences(other_plan(other_path, context), self.plan)
+        return plan_differences(plan_to_compare(other_path, context), self.plan)
 
 
 def plan(
@@ -99,4 +101,6 @@ def resolve_loaded_recipe(
     loaded: LoadedRecipe, options: LaunchOptions, environ: Mapping[str, str] = os.environ
 ) -> ResolvedRun:
     """Resolve a loaded recipe for these hosts and this machine."""
-    return resolve_file(loaded.file, Command(loaded.given_path, loaded.path, options, environ))
+    return resolve_recipe_file(
+        loaded.file, Command(loaded.given_path, loaded.path, options, environ)
+    )

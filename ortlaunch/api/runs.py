@@ -14,7 +14,7 @@ from ortlaunch.json_types import Json
 from ortlaunch.launch.record import current_time_iso
 from ortlaunch.other_runs import listing, logs, requests, status
 from ortlaunch.other_runs import runs_table as table
-from ortlaunch.other_runs.registry import resolve_name
+from ortlaunch.other_runs.registry import resolve_run_name
 from ortlaunch.other_runs.requests import StopResult
 from ortlaunch.other_runs.status import Status
 from ortlaunch.planning.world import LaunchOptions
@@ -44,8 +44,8 @@ class Run:
         Raises:
             InputError: there is no such folder or run.
         """
-        self._folder = RunDir(resolve_name(Path(path)))
-        status.require_folder(self._folder)
+        self._folder = RunDir(resolve_run_name(Path(path)))
+        status.require_run_folder(self._folder)
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r})"
@@ -86,7 +86,7 @@ class Run:
         Raises:
             InputError: there is no run or no such rank.
         """
-        return logs.output(self._folder, rank, follow)
+        return logs.iterate_output(self._folder, rank, follow)
 
     def wait(self, progress: bool = False, check: bool = True) -> Status:
         """Wait for the end of the run, and return its last status.
@@ -112,7 +112,7 @@ class Run:
         Raises:
             InputError: it has nothing to save, or is another user's.
         """
-        return requests.stop(self._folder, wait)
+        return requests.request_stop(self._folder, wait)
 
     def checkpoint(self) -> Path:
         """Request a checkpoint after the next step, wait for it, and return its folder.
@@ -121,17 +121,17 @@ class Run:
             InputError: the run does not train now.
             LaunchError: it ended, or could not save.
         """
-        return self._folder.checkpoint_folder(requests.checkpoint(self._folder))
+        return self._folder.checkpoint_folder(requests.request_checkpoint(self._folder))
 
     def restart(self) -> str:
         """Request an elastic run to save and start again; return a line with its hosts."""
-        return requests.restart(self._folder)
+        return requests.request_restart(self._folder)
 
     def cancel(self) -> str:
         """End the run with all its processes, without saving; return a text with the result."""
-        from ortlaunch.other_runs.cancel import cancel
+        from ortlaunch.other_runs.cancel import cancel_run
 
-        return cancel(self._folder)
+        return cancel_run(self._folder)
 
     def evaluate(
         self,
@@ -186,10 +186,10 @@ class Run:
             InputError: the checkpoint or the format does not exist, or the folder exists.
             RunError: the process failed.
         """
-        from ortlaunch.commands.export import ExportOptions, export
+        from ortlaunch.commands.export import ExportOptions, export_checkpoint
 
         options = ExportOptions(step, None if to is None else Path(to), format, push, lora)
-        return export(self._folder, options, ("stdout", "stderr") if progress else ())
+        return export_checkpoint(self._folder, options, ("stdout", "stderr") if progress else ())
 
     def generate(
         self,
@@ -214,9 +214,9 @@ class Run:
             InputError: the run's model does not generate text, or there is no checkpoint.
             RunError: the process failed.
         """
-        from ortlaunch.api.models import GenerationRequest, generate
+        from ortlaunch.api.models import GenerationRequest, generate_text
 
-        return generate(
+        return generate_text(
             GenerationRequest(str(self.path), prompt, step, tokens, temperature, seed, raw)
         )
 
@@ -228,9 +228,9 @@ class Run:
         Raises:
             InputError: one of them has not begun.
         """
-        from ortlaunch.commands.compare import compare
+        from ortlaunch.commands.compare import compare_runs
 
-        return compare(self._folder, other._folder)
+        return compare_runs(self._folder, other._folder)
 
     def diagnose(self) -> Diagnosis:
         """Return why the run ended: a verdict, the evidence and advice.
@@ -238,17 +238,17 @@ class Run:
         Raises:
             InputError: the folder is no run's.
         """
-        from ortlaunch.diagnose.report import diagnose
+        from ortlaunch.diagnose.report import diagnose_run
 
-        return diagnose(self._folder)
+        return diagnose_run(self._folder)
 
     def _repr_html_(self) -> str:
         """Return the report of the run, for a notebook."""
-        from ortlaunch.report import page
-        from ortlaunch.report.records import read
+        from ortlaunch.report import render_page
+        from ortlaunch.report.records import read_records
 
         # In a frame: the page's styles must not change the notebook.
-        text = html.escape(page(read([self.path]), current_time_iso()))
+        text = html.escape(render_page(read_records([self.path]), current_time_iso()))
         return f'<iframe srcdoc="{text}" width="100%" height="{_HEIGHT}" style="border:0"></iframe>'
 
 
@@ -270,11 +270,11 @@ def runs(
 
 
 statuses = listing.newest_statuses
-runs_table = table.runs_table
+runs_table = table.format_runs_table
 
 
 def write_report(paths: Sequence[Path], to: Path | None, sweep: Picture | None = None) -> Path:
     """Write one HTML page of runs, with the picture of their sweep, and return its path."""
-    from ortlaunch.report import report
+    from ortlaunch.report import write_report
 
-    return report(paths, to, current_time_iso(), sweep)
+    return write_report(paths, to, current_time_iso(), sweep)

@@ -28,9 +28,9 @@ from ortlaunch.api.runs import Run
 from ortlaunch.errors import PlanError, RunError
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.rank import EXIT_SAVED
-from ortlaunch.recipe import to_yaml
+from ortlaunch.recipe import dump_recipe_yaml
 from ortlaunch.resolve.resolve import MODULES_VARIABLE, ResolvedRun
-from ortlaunch.resolve.resume import AUTOMATIC, ResumeOptions
+from ortlaunch.resolve.resume import AUTOMATIC_RESUME, ResumeOptions
 from ortlaunch.run import preview
 from ortlaunch.run.preparation import (
     claim_run_folder,
@@ -47,7 +47,7 @@ def train(
     wait: bool = True,
     progress: bool = False,
     options: LaunchOptions | None = None,
-    resume: str | ResumeOptions = AUTOMATIC,
+    resume: str | ResumeOptions = AUTOMATIC_RESUME,
     **overrides: object,
 ) -> Run:
     """Train a recipe, as `ortlaunch train` does, in processes that outlive the caller.
@@ -83,7 +83,7 @@ def start_run(
     loaded: LoadedRecipe,
     options: LaunchOptions,
     run_dir: Path | None,
-    resume: ResumeOptions = AUTOMATIC,
+    resume: ResumeOptions = AUTOMATIC_RESUME,
     environ: Mapping[str, str] | None = None,
 ) -> tuple[Run, subprocess.Popen[bytes]]:
     """Start a run; errors are those of `train`.
@@ -96,7 +96,7 @@ def start_run(
         The run, and the process of its command.
     """
     resolved_run = resolve_loaded_recipe(loaded, options, {**os.environ, **(environ or {})})
-    if resolved_run.world.inside is not None:
+    if resolved_run.world.enclosing_rank is not None:
         raise PlanError(
             "this process is a rank of a launcher, whose ranks train: use `ortlaunch train` there"
         )
@@ -113,7 +113,7 @@ def start_run(
         *launch_option_arguments(resolved_run.command.options),
     ]
     arguments += [f"--resume={resume.choice}", *(f"--allow={name}" for name in resume.allow)]
-    measures_engine = resolved_run.file.recipe.engine.name == "auto"
+    measures_engine = resolved_run.recipe_file.recipe.engine.name == "auto"
     process = start_detached_command(
         arguments,
         folder,
@@ -131,8 +131,10 @@ def _recipe_arguments_and_variables(
     if loaded.is_file:
         return [str(loaded.given_path), *loaded.overrides], {}
     # As for a queued run: the folder has the recipe, a variable the folder of the modules.
-    write_text_atomically(run.submitted, to_yaml(resolved_run.file.recipe))
-    return [str(run.submitted)], {MODULES_VARIABLE: os.path.abspath(resolved_run.command.modules)}
+    write_text_atomically(run.submitted, dump_recipe_yaml(resolved_run.recipe_file.recipe))
+    return [str(run.submitted)], {
+        MODULES_VARIABLE: os.path.abspath(resolved_run.command.modules_folder)
+    }
 
 
 def submit(

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ortlaunch.api.inputs import RecipeSource, load_with_origin
 from ortlaunch.api.plans import resolve_loaded_recipe
-from ortlaunch.commands.submit import Queued, request_of, submit, without_effect
+from ortlaunch.commands.submit import QueuedJob, job_request, notes_on_ignored_fields, submit_run
 from ortlaunch.errors import InputError
 from ortlaunch.launch import LaunchRequest
 from ortlaunch.planning.world import LaunchOptions
@@ -47,11 +47,11 @@ class Submission(NamedTuple):
             "launch.launcher=auto",
         )
         loaded = load_with_origin(source, all_assignments, {})
-        trains_elsewhere = SCHEDULERS[loaded.file.recipe.submit.scheduler].elsewhere
+        trains_elsewhere = SCHEDULERS[loaded.file.recipe.submit.scheduler].is_elsewhere
         # The hosts are unknown until the job starts.
         options = LaunchOptions(planned_only=True, declared=True, elsewhere=trains_elsewhere)
         resolved_run = resolve_loaded_recipe(loaded, options)
-        if resolved_run.file.recipe.sweep is not None:
+        if resolved_run.recipe_file.recipe.sweep is not None:
             raise InputError(
                 "sweep: a job is one run; `ortlaunch sweep` with sweep.submit=true queues a job for "
                 "each trial, and sweep=null queues the recipe's own values"
@@ -63,17 +63,17 @@ class Submission(NamedTuple):
     @property
     def scheduler(self) -> str:
         """The scheduler's name."""
-        return self.resolved.file.recipe.submit.scheduler
+        return self.resolved.recipe_file.recipe.submit.scheduler
 
     @property
     def notes(self) -> list[str]:
         """Lines for the user."""
-        return [*self.resolved.notes, *without_effect(self.resolved)]
+        return [*self.resolved.notes, *notes_on_ignored_fields(self.resolved)]
 
     def scheduler_request(self) -> LaunchRequest:
         """Return what would be sent to the scheduler."""
-        return request_of(choose_engine_without_measuring(self.resolved), self.run, self.scheduler)
+        return job_request(choose_engine_without_measuring(self.resolved), self.run, self.scheduler)
 
-    def queue_job(self) -> Queued:
+    def queue_job(self) -> QueuedJob:
         """Queue the job."""
-        return submit(self.resolved, self.requested_folder, self.run, self.scheduler)
+        return submit_run(self.resolved, self.requested_folder, self.run, self.scheduler)

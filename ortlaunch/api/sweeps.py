@@ -12,13 +12,13 @@ from ortlaunch.api.trial_starts import shares_of_machine
 from ortlaunch.api.trials import Objective, TrialRunner
 from ortlaunch.errors import InputError, PlanError, RunError
 from ortlaunch.planning.world import LaunchOptions
-from ortlaunch.recipe import Recipe, read_resolved, to_yaml
-from ortlaunch.resolve.prepare import differences
+from ortlaunch.recipe import Recipe, dump_recipe_yaml, read_resolved
+from ortlaunch.resolve.prepare import difference_texts
 from ortlaunch.run_folder.folder import json_text, write_text_atomically
 from ortlaunch.run_folder.lock import RunLock
 from ortlaunch.search.folder import SweepDir
-from ortlaunch.search.parallel import picture
-from ortlaunch.search.study import Study, Trial, tie
+from ortlaunch.search.parallel import sweep_picture
+from ortlaunch.search.study import Study, Trial, tie_sentence
 from ortlaunch.units import align_columns
 
 # Fields that may change when a sweep is continued.
@@ -53,19 +53,19 @@ class Sweep:
         Raises:
             MissingDependency: Optuna is not installed.
         """
-        return Study(self._folder, self._recipe).trials()
+        return Study(self._folder, self._recipe).read_trials()
 
     def best(self) -> list[Trial]:
         """Return the best complete trial; with several metrics all that no other trial beats."""
-        return Study(self._folder, self._recipe).best()
+        return Study(self._folder, self._recipe).best_trials()
 
     def run(self, trial: int) -> Path:
         """Return the run folder of a trial, by its number."""
-        return self._folder.trial(trial).path
+        return self._folder.trial_run_dir(trial).path
 
     def recipe(self, trial: int) -> Path:
         """Return the recipe of a best trial, by its number; `train` accepts it."""
-        return self._folder.best(trial)
+        return self._folder.best_recipe_path(trial)
 
     def report(self, to: Path | None = None) -> Path:
         """Write one HTML page of the runs of all trials, and return its path.
@@ -76,12 +76,14 @@ class Sweep:
         Raises:
             InputError: no trial has begun.
         """
-        runs = [self._folder.trial(trial.number) for trial in self.trials()]
+        runs = [self._folder.trial_run_dir(trial.number) for trial in self.trials()]
         begun_folders = [run.path for run in runs if run.recipe.exists()]
         if not begun_folders:
             raise InputError(f"{self.path}: no trial has begun")
         study = Study(self._folder, self._recipe)
-        picture_of_trials = picture(study.sweep, study.trials(), study.best(), study.importances())
+        picture_of_trials = sweep_picture(
+            study.sweep, study.read_trials(), study.best_trials(), study.field_importances()
+        )
         return write_report(begun_folders, to or self._folder.run.report, picture_of_trials)
 
     def to_json(self) -> str:
@@ -97,7 +99,7 @@ class Sweep:
             lines.append(
                 f"best: trial {best_trial.number}; its recipe: {self.recipe(best_trial.number)}"
             )
-            if note := tie(best_trial, trials):
+            if note := tie_sentence(best_trial, trials):
                 lines.append(f"  {note}")
         return "\n".join(lines)
 
@@ -145,9 +147,9 @@ def sweep(
     with RunLock() as lock:
         lock.acquire(folder.run)
         _write_or_check_sweep_recipe(folder, recipe)
-        study = Study(folder, recipe, writes=True)
+        study = Study(folder, recipe, has_sweep_lock=True)
         TrialRunner(loaded, share_parts, folder, study, progress, objective).run_until_limit()
-    ended_trials = study.trials()
+    ended_trials = study.read_trials()
     if ended_trials and all(trial.state == "fail" for trial in ended_trials):
         raise RunError(f"{folder}: all trials failed; {ended_trials[-1].line()}", 1)
     return Sweep(folder.path)
@@ -163,10 +165,10 @@ def _write_or_check_sweep_recipe(folder: SweepDir, recipe: Recipe) -> None:
         raise PlanError(f"--run-dir {folder}: is the folder of a run; give another one")
     if folder.journal.exists():
         earlier_values = read_resolved(folder.run.recipe).model_dump(mode="json")
-        changed_lines = differences(earlier_values, recipe.model_dump(mode="json"))
+        changed_lines = difference_texts(earlier_values, recipe.model_dump(mode="json"))
         if forbidden_changes := [line for line in changed_lines if not line.startswith(_LIMITS)]:
             raise PlanError(
                 f"{folder}: is the sweep of another recipe; give another --run-dir, or undo\n"
                 + "\n".join(forbidden_changes)
             )
-    write_text_atomically(folder.run.recipe, to_yaml(recipe))
+    write_text_atomically(folder.run.recipe, dump_recipe_yaml(recipe))

@@ -17,7 +17,7 @@ from ortlaunch.errors import PlanError
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.other_runs.queued import is_queued
 from ortlaunch.other_runs.status import read_status
-from ortlaunch.planning.hosts import Host, read_hostfile, select
+from ortlaunch.planning.hosts import Host, read_hostfile, select_hosts
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.folder import RunDir
@@ -102,7 +102,7 @@ def shares_of_machine(
     if options.hostfile:
         per_node = options.processes_per_node or recipe.launch.processes_per_node
         listed = read_hostfile(options.hostfile, per_node).hosts
-        hosts = [*map(_include_filter, select(listed, options.include, options.exclude))]
+        hosts = [*map(_include_filter, select_hosts(listed, options.include, options.exclude))]
         hosts_per_trial = _count_per_trial(len(hosts), parallel, "host")
         host_filters = (
             "@".join(hosts[hosts_per_trial * slot : hosts_per_trial * (slot + 1)])

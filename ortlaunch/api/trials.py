@@ -25,7 +25,7 @@ from ortlaunch.errors import InputError, OrtlaunchError, RunError
 from ortlaunch.launch.stop import PRUNER
 from ortlaunch.other_runs import requests
 from ortlaunch.rank import EXIT_SAVED
-from ortlaunch.recipe.space import assignments
+from ortlaunch.recipe.space import trial_overrides
 from ortlaunch.run_folder import lock
 from ortlaunch.run_folder.folder import RunDir, write_text_atomically
 from ortlaunch.run_folder.lines import read_json_lines
@@ -85,14 +85,14 @@ class TrialRunner:
 
         An exception, as of an interrupt, lets them save and end first.
         """
-        waiting = [trial.number for trial in self._study.trials() if trial.state == "running"]
+        waiting = [trial.number for trial in self._study.read_trials() if trial.state == "running"]
         try:
             while True:
                 while len(self._running) < self._study.sweep.parallel and (
                     waiting or self._can_start_another()
                 ):
                     self._start_or_continue_trial(
-                        self._study.draw(waiting.pop(0) if waiting else None)
+                        self._study.draw_trial(waiting.pop(0) if waiting else None)
                     )
                 if not self._running:
                     return
@@ -107,15 +107,16 @@ class TrialRunner:
 
     def _can_start_another(self) -> bool:
         """Return whether no limit forbids another trial."""
-        all_trials = self._study.trials()
+        all_trials = self._study.read_trials()
         steps = self._study.sweep.steps
         failed = sum(trial.state == "fail" for trial in all_trials)
         return (
-            (self._study.sweep.most is None or len(all_trials) < self._study.sweep.most)
+            (self._study.sweep.max_trials is None or len(all_trials) < self._study.sweep.max_trials)
             and (
                 steps is None
                 or sum(
-                    _last_recorded_step(self._folder.trial(trial.number)) for trial in all_trials
+                    _last_recorded_step(self._folder.trial_run_dir(trial.number))
+                    for trial in all_trials
                 )
                 < steps
             )
@@ -136,19 +137,19 @@ class TrialRunner:
         Args:
             starts: earlier starts since the checkpoint of step `saved_step`.
         """
-        run = self._folder.trial(trial_number)
+        run = self._folder.trial_run_dir(trial_number)
         # The first start of this command: an earlier one may have queued the trial.
         job = None if starts else queued_trial_of(run)
         # Of a sweep that was killed; they save and end.
         while job is None and lock.living_process_ids(run):
             time.sleep(_POLL_SECONDS)
-        if job is None and self._study.attribute(trial_number, "pruned"):
+        if job is None and self._study.trial_attribute(trial_number, "pruned"):
             self._record_trial_end(trial_number, "pruned")
             return
         if job is None and run.was_stopped_by_user():
             self._record_completed_trial(trial_number)
             return
-        twin = None if run.path.exists() else self._study.twin(trial_number)
+        twin = None if run.path.exists() else self._study.earlier_equal_trial(trial_number)
         if twin is not None:
             values = (*twin.values.values(),) if twin.state == "complete" else None
             self._record_trial_end(
@@ -160,14 +161,14 @@ class TrialRunner:
             return
         slots = set(range(self._study.sweep.parallel)) - {running.slot for running in self._running}
         slot = min(slots)
-        fields = self._study.trials()[trial_number].fields
+        fields = self._study.read_trials()[trial_number].fields
         newest = _newest_checkpoint_step(run)
         starts = 1 if newest > saved_step else starts + 1
         try:
             # Inside a job its own launcher counts.
             launcher = ["launch.launcher=auto"] if self._study.sweep.submit else []
             loaded = self._loaded._replace(
-                file=self._loaded.file.with_overrides(*assignments(fields), *launcher),
+                file=self._loaded.file.apply_further_overrides(*trial_overrides(fields), *launcher),
                 is_file=False,
             )
             process = job or start_or_queue_trial(loaded, self._shares[slot], run)
@@ -184,7 +185,7 @@ class TrialRunner:
     def _update_running_trial(self, running: _RunningTrial) -> None:
         """Prune a trial after a bad evaluation; if it has ended, record that or continue it."""
         exit_status = running.process.poll()
-        run = self._folder.trial(running.trial_number)
+        run = self._folder.trial_run_dir(running.trial_number)
         evaluations = self._metrics_by_evaluation(run)
         has_single_metric = len(self._study.sweep.metrics) == 1
         first_metric_values = {
@@ -192,18 +193,18 @@ class TrialRunner:
         }
         if (
             has_single_metric
-            and self._study.report(running.trial_number, first_metric_values)
+            and self._study.report_and_ask_to_prune(running.trial_number, first_metric_values)
             and exit_status is None
         ):
             # Recorded first: a sweep that is killed now does not continue the trial.
             self._study.set_attributes(running.trial_number, pruned=len(evaluations))
             # It may be at its end.
             with contextlib.suppress(InputError):
-                requests.stop(run, wait=False, by=PRUNER)
+                requests.request_stop(run, should_wait=False, sender=PRUNER)
         if exit_status is None:
             return
         self._running.remove(running)
-        pruned = self._study.attribute(running.trial_number, "pruned")
+        pruned = self._study.trial_attribute(running.trial_number, "pruned")
         # A hook, or `ortlaunch stop`, has ended the trial for good.
         if exit_status == 0 or (
             exit_status == EXIT_SAVED and not pruned and run.was_stopped_by_user()
@@ -220,11 +221,11 @@ class TrialRunner:
             self._record_trial_end(running.trial_number, "fail", reason=verdict)
 
     def _record_completed_trial(self, trial_number: int) -> None:
-        evaluations = self._metrics_by_evaluation(self._folder.trial(trial_number))
+        evaluations = self._metrics_by_evaluation(self._folder.trial_run_dir(trial_number))
         values = evaluations[max(evaluations)] if evaluations else ()
         if self._objective is not None:
             values = (
-                float(self._objective(Run(self._folder.trial(trial_number).path))),
+                float(self._objective(Run(self._folder.trial_run_dir(trial_number).path))),
                 *values[1:],
             )
         # Not a number, as a diverged training has it.
@@ -236,14 +237,14 @@ class TrialRunner:
             return
         self._record_trial_end(trial_number, "complete", values)
         best = {
-            self._folder.best(sweep_metric.number): sweep_metric.number
-            for sweep_metric in self._study.best()
+            self._folder.best_recipe_path(sweep_metric.number): sweep_metric.number
+            for sweep_metric in self._study.best_trials()
         }
         for path in {*self._folder.path.glob("best_*.yaml")} - set(best):
             path.unlink()
         for path, number_of in best.items():
             write_text_atomically(
-                path, self._folder.trial(number_of).recipe.read_text(encoding="utf-8")
+                path, self._folder.trial_run_dir(number_of).recipe.read_text(encoding="utf-8")
             )
 
     def _record_trial_end(
@@ -253,13 +254,13 @@ class TrialRunner:
         values: tuple[float, ...] | None = None,
         reason: str = "",
     ) -> None:
-        steps = _last_recorded_step(self._folder.trial(trial_number))
+        steps = _last_recorded_step(self._folder.trial_run_dir(trial_number))
         self._study.set_attributes(
             trial_number, steps=steps, **({"reason": reason} if reason else {})
         )
-        self._study.end(trial_number, state, values)
+        self._study.record_trial_end(trial_number, state, values)
         if self._progress:
-            ended_trial = self._study.trials()[trial_number]
+            ended_trial = self._study.read_trials()[trial_number]
             print(
                 f"trial {trial_number}: {state} after step {steps}: {ended_trial.line()}",
                 flush=True,

@@ -15,7 +15,7 @@ from ortlaunch.run_folder.folder import RunDir
 def wait_for_run_end(run: RunDir, show_progress: bool, raises_if_failed: bool = True) -> Status:
     """Wait for the end of a run; arguments, result and errors are those of `Run.wait`."""
     with _progress_bar(show_progress) as show:
-        last_status = status.wait(run, show)
+        last_status = status.wait_for_end(run, show)
     exit_status = last_status.job.exit_status or 0
     if raises_if_failed and exit_status not in (0, EXIT_SAVED):
         raise RunError(last_status.job.verdict or str(last_status), exit_status)

@@ -17,16 +17,23 @@ from functools import partial
 from pathlib import Path
 
 from ortlaunch import machine
-from ortlaunch.bench.measure import BenchStopped, Length, PrintLine, measure, new_folder, prepared
+from ortlaunch.bench.measure import (
+    BenchStopped,
+    MeasurementLength,
+    PrintLine,
+    create_bench_folder,
+    measure_variants,
+    prepare_variants,
+)
 from ortlaunch.bench.report import (
-    MEASURED,
-    PASSING,
-    fastest,
-    passes,
-    short_reason,
-    table,
-    times,
-    verdict,
+    MEASURED_STATE,
+    PASSING_VERDICTS,
+    fastest_row,
+    format_bench_table,
+    passes_parity,
+    ratio_text,
+    shorten_reason,
+    verdict_lines,
 )
 from ortlaunch.bench.turns import WARM_UP_STEPS, VariantJob
 from ortlaunch.bench.variants import ENGINES, Variant, engine_overrides, resolve_variant
@@ -41,7 +48,7 @@ from ortlaunch.errors import EngineError, OrtlaunchError, PlanError
 from ortlaunch.json_types import Json
 from ortlaunch.ortmodule.build import extensions
 from ortlaunch.rank import EXIT_SAVED
-from ortlaunch.resolve.prepare import differences
+from ortlaunch.resolve.prepare import difference_texts
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.run_folder.engine_report import Choice, MeasuredEngine
 from ortlaunch.run_folder.folder import RunDir, read_own_json, write_json_atomically
@@ -50,17 +57,19 @@ from ortlaunch.units import clock_duration
 from ortlaunch.version import __version__
 
 # Shorter than the bench of `ortlaunch bench`, because training waits for it.
-SHORT = Length(rounds=3, steps=3)
+SHORT_LENGTH = MeasurementLength(rounds=3, steps=3)
 # The largest share of a run that its measurement may cost.
-_SHARE = 0.05
+_MAX_SHARE_OF_RUN = 0.05
 # Optimizer steps of a measurement: each turn has one that is not measured.
-_STEPS = len(ENGINES) * (1 + WARM_UP_STEPS + SHORT.rounds * (1 + SHORT.steps))
+_MEASURED_STEPS = len(ENGINES) * (
+    1 + WARM_UP_STEPS + SHORT_LENGTH.rounds * (1 + SHORT_LENGTH.steps)
+)
 # The seconds of a measurement beside its steps (three starts, an export, a compilation, two
 # comparisons with plain PyTorch), in times of eager's start. An estimate: one measurement, of a
 # BERT on a busy machine, took about eight. `benchmarks/models.py --parts auto` records both times.
-_STARTS = 6
+_START_COUNT = 6
 # Fields of `data` that decide the shape of a batch.
-_SHAPES = (
+_SHAPE_FIELDS = (
     "sequence_length",
     "bucket_lengths",
     "padding",
@@ -71,9 +80,9 @@ _SHAPES = (
     "transcript_length",
 )
 # Fields of `engine` that are not part of the key.
-_NO_SPEED = ("name", "allow_fallback", "parity_steps", "parity_tolerance")
+_FIELDS_WITHOUT_SPEED = ("name", "allow_fallback", "parity_steps", "parity_tolerance")
 # Packages whose version may change an engine's speed.
-_PACKAGES = (
+_VERSIONED_PACKAGES = (
     "torch",
     "onnxruntime-training",
     "onnxruntime-training-cpu",
@@ -84,11 +93,11 @@ _PACKAGES = (
 )
 
 
-class TooLong(OrtlaunchError):
+class MeasurementTooLongError(OrtlaunchError):
     """A measurement would cost more than its share of the run; the text has the figures."""
 
 
-def recorded_choice(resolved: ResolvedRun, run: RunDir) -> tuple[Choice, str] | None:
+def recorded_choice(resolved_run: ResolvedRun, run: RunDir) -> tuple[Choice, str] | None:
     """Return (choice, where it is from), from the run folder or the cache. None: measure it.
 
     A run of few steps gets the default engine.
@@ -97,23 +106,23 @@ def recorded_choice(resolved: ResolvedRun, run: RunDir) -> tuple[Choice, str] | 
         PlanError: it must be measured, and this process is a launcher's rank, which cannot start
             jobs.
     """
-    today = digest(resolved)
-    kept = Choice.from_record(read_own_json(run.choice)) if run.choice.exists() else None
+    present_digest = choice_key_digest(resolved_run)
+    run_choice = Choice.from_record(read_own_json(run.choice)) if run.choice.exists() else None
     # A run with a checkpoint keeps its engine, even if the machine or a version has changed.
-    if kept and (run.complete_checkpoints() or kept.key == today):
-        return kept, "at the start of this run"
-    known = _known(resolved)
-    if known is None and resolved.world.inside is not None:
+    if run_choice and (run.complete_checkpoints() or run_choice.key == present_digest):
+        return run_choice, "at the start of this run"
+    known_choice = _known_choice(resolved_run)
+    if known_choice is None and resolved_run.world.enclosing_rank is not None:
         raise PlanError(
             "engine.name: auto has not been measured for this model, shape and machine, and "
             "ranks of a launcher cannot start a measurement; run `ortlaunch bench "
-            f"{resolved.command.path}` once outside the launcher, with the same number of "
-            f"ranks, or set engine.name{_nearest(resolved)}"
+            f"{resolved_run.command.recipe_path}` once outside the launcher, with the same number of "
+            f"ranks, or set engine.name{_nearest_measurement_text(resolved_run)}"
         )
-    return known
+    return known_choice
 
 
-def measured(resolved: ResolvedRun, print_line: PrintLine) -> Choice:
+def measure_engine_choice(resolved_run: ResolvedRun, print_line: PrintLine) -> Choice:
     """Measure all engines now, and return the choice.
 
     Eager is the first to start. If the others are not worth their time, it is the last.
@@ -122,231 +131,301 @@ def measured(resolved: ResolvedRun, print_line: PrintLine) -> Choice:
         EngineError: no engine both runs this model and passes parity.
         BenchStopped: the user stopped it with a signal.
     """
-    folder = new_folder(None, f"{resolved.file.recipe.name}-auto")
-    print_line(f"engine auto: measuring once, in {folder}")
+    bench_folder = create_bench_folder(None, f"{resolved_run.recipe_file.recipe.name}-auto")
+    print_line(f"engine auto: measuring once, in {bench_folder}")
     try:
         # The steps to profile are the training's.
-        found = prepared(resolved.with_overrides("log.profile_steps=null"), ENGINES[::-1], ())
-        report = measure(
-            resolved, found, SHORT, folder, print_line, partial(_require_worth, resolved)
+        prepared_variants = prepare_variants(
+            resolved_run.apply_overrides("log.profile_steps=null"), ENGINES[::-1], ()
         )
-    except TooLong as error:
-        return _unmeasured(resolved, str(error))
+        report = measure_variants(
+            resolved_run,
+            prepared_variants,
+            SHORT_LENGTH,
+            bench_folder,
+            print_line,
+            partial(_refuse_long_measurement, resolved_run),
+        )
+    except MeasurementTooLongError as error:
+        return _default_choice(resolved_run, str(error))
     except BenchStopped as stopped:
-        if resolved.traits.saves and stopped.exit_status != 128 + signal.SIGINT:
+        if resolved_run.traits.saves and stopped.exit_status != 128 + signal.SIGINT:
             # Training has not begun, so nothing is lost: exit as after a save. Ctrl-C keeps its
             # status.
             stopped.exit_status = EXIT_SAVED
         raise
     # Written before the decision, which may raise.
-    write_json_atomically(folder / "bench.json", report)
-    print_line(table(report["variants"]))
-    return decide(report["variants"], folder, resolved.file.recipe.train.max_steps)
+    write_json_atomically(bench_folder / "bench.json", report)
+    print_line(format_bench_table(report["variants"]))
+    return choose_measured_engine(
+        report["variants"], bench_folder, resolved_run.recipe_file.recipe.train.max_steps
+    )
 
 
-def _known(resolved: ResolvedRun) -> tuple[Choice, str] | None:
+def _known_choice(resolved_run: ResolvedRun) -> tuple[Choice, str] | None:
     """Return (choice, where it is from) without a measurement: of the cache, or for few steps."""
-    found = remembered(resolved)
-    steps = resolved.file.recipe.train.max_steps
-    if found:
+    cached_choice = read_cached_choice(resolved_run)
+    max_steps = resolved_run.recipe_file.recipe.train.max_steps
+    if cached_choice:
         # The run that was measured may have been longer.
-        return replace(found, chosen=shortest(found.measured, steps) or found.chosen), "cached"
+        return replace(
+            cached_choice,
+            chosen=engine_with_shortest_run(cached_choice.measured, max_steps)
+            or cached_choice.chosen,
+        ), "cached"
     # With `epochs` the number is unknown until the data are read.
-    if steps is None or _SHARE * steps >= _STEPS:
+    if max_steps is None or _MAX_SHARE_OF_RUN * max_steps >= _MEASURED_STEPS:
         return None
-    share = f"{_STEPS} steps of a measurement are more than {_SHARE:.0%} of {steps:,}"
-    return _unmeasured(resolved, share), ""
+    reason = f"{_MEASURED_STEPS} steps of a measurement are more than {_MAX_SHARE_OF_RUN:.0%} of {max_steps:,}"
+    return _default_choice(resolved_run, reason), ""
 
 
-def _require_worth(resolved: ResolvedRun, job: VariantJob) -> None:
+def _refuse_long_measurement(resolved_run: ResolvedRun, variant_job: VariantJob) -> None:
     """Raise TooLong if eager's first steps predict a run that is too short for a measurement."""
-    steps = resolved.file.recipe.train.max_steps
-    if steps is None or job.variant.engine != "eager":
+    max_steps = resolved_run.recipe_file.recipe.train.max_steps
+    if max_steps is None or variant_job.variant.engine != "eager":
         return
-    cost = _STARTS * job.ready["first_step"]["since_launch"] + _STEPS * job.ready["step"]
-    run = steps * job.ready["step"]
-    if cost > _SHARE * run:
-        raise TooLong(
-            f"a measurement of {clock_duration(cost)} is more than {_SHARE:.0%} of {clock_duration(run)}, as "
+    measurement_seconds = (
+        _START_COUNT * variant_job.ready_answer["first_step"]["since_launch"]
+        + _MEASURED_STEPS * variant_job.ready_answer["step"]
+    )
+    run_seconds = max_steps * variant_job.ready_answer["step"]
+    if measurement_seconds > _MAX_SHARE_OF_RUN * run_seconds:
+        raise MeasurementTooLongError(
+            f"a measurement of {clock_duration(measurement_seconds)} is more than "
+            f"{_MAX_SHARE_OF_RUN:.0%} of {clock_duration(run_seconds)}, as "
             "predicted by eager's first steps"
         )
 
 
-def _unmeasured(resolved: ResolvedRun, why: str) -> Choice:
+def _default_choice(resolved_run: ResolvedRun, reason: str) -> Choice:
     """Return the recipe's default engine, or eager where it cannot run, for this reason."""
-    runs = resolve_variant(Variant(ENGINES[0], ()), resolved).resolved is not None
-    bench = f"`ortlaunch bench {resolved.command.path}` measures for all later runs"
-    return Choice("auto", ENGINES[0] if runs else "eager", f"not measured: {why}; {bench}", {})
+    can_run_ort = resolve_variant(Variant(ENGINES[0], ()), resolved_run).resolved_run is not None
+    bench_hint = f"`ortlaunch bench {resolved_run.command.recipe_path}` measures for all later runs"
+    return Choice(
+        "auto", ENGINES[0] if can_run_ort else "eager", f"not measured: {reason}; {bench_hint}", {}
+    )
 
 
-def preview(resolved: ResolvedRun) -> ResolvedRun:
+def apply_known_engine(resolved_run: ResolvedRun) -> ResolvedRun:
     """Return the run with the engine that is known now, or with a note. Measures nothing."""
-    known = _known(resolved)
-    if known:
-        return applied(resolved, *known)
+    known_choice = _known_choice(resolved_run)
+    if known_choice:
+        return apply_engine_choice(resolved_run, *known_choice)
     note = "engine auto: measured when training starts, then cached; this plan assumes ort"
-    return replace(resolved, notes=(*resolved.notes, note))
+    return replace(resolved_run, notes=(*resolved_run.notes, note))
 
 
-def applied(resolved: ResolvedRun, choice: Choice, source: str = "") -> ResolvedRun:
+def apply_engine_choice(
+    resolved_run: ResolvedRun, engine_choice: Choice, choice_source: str = ""
+) -> ResolvedRun:
     """Return the same run with the chosen engine; its notes name the engine and the reason."""
-    engine = choice.chosen
-    before = resolved.file.recipe.engine
-    overrides = engine_overrides(engine, before, parity=True)
-    if engine == "ort" and not choice.measured:
+    engine = engine_choice.chosen
+    engine_section = resolved_run.recipe_file.recipe.engine
+    overrides = engine_overrides(engine, engine_section, keeps_parity_fields=True)
+    if engine == "ort" and not engine_choice.measured:
         # No measurement has shown that ONNX Runtime can run this model.
         overrides = (*overrides, "engine.allow_fallback=true")
-    note = f"engine auto: {engine}: {choice.why}{f' ({source})' if source else ''}"
+    note = f"engine auto: {engine}: {engine_choice.why}{f' ({choice_source})' if choice_source else ''}"
     # The recipe gives parity_steps as a number above 0.
-    if engine == "eager" and before.parity_steps not in (0, "auto"):
+    if engine == "eager" and engine_section.parity_steps not in (0, "auto"):
         note += "; engine.parity_steps compares nothing, for plain PyTorch itself runs"
-    return resolved.with_engine(choice, note, *overrides)
+    return resolved_run.apply_engine_choice(engine_choice, note, *overrides)
 
 
-def remembered(resolved: ResolvedRun) -> Choice | None:
+def read_cached_choice(resolved_run: ResolvedRun) -> Choice | None:
     """Return the choice that was measured for this model, shape and machine, or None."""
-    path = _path(resolved)
-    if not path.exists():
+    cache_path = _choice_cache_path(resolved_run)
+    if not cache_path.exists():
         return None
     # The folder must be this user's. Otherwise another user could choose the engine.
-    require_not_writable_by_others(path.parent)
-    why = reason_seal_is_invalid(path.with_suffix(".seal"))
-    if why:
-        print(f"{why}; forgotten", flush=True)
+    require_not_writable_by_others(cache_path.parent)
+    invalid_reason = reason_seal_is_invalid(cache_path.with_suffix(".seal"))
+    if invalid_reason:
+        print(f"{invalid_reason}; forgotten", flush=True)
         # A record that does not match its seal is not trusted.
-        path.unlink()
+        cache_path.unlink()
         return None
-    return Choice.from_record(read_own_json(path)["choice"])
+    return Choice.from_record(read_own_json(cache_path)["choice"])
 
 
-def _nearest(resolved: ResolvedRun) -> str:
+def _nearest_measurement_text(resolved_run: ResolvedRun) -> str:
     """Return how the most similar remembered measurement differs from this run."""
-    asked = key(resolved)
-    known = [read_own_json(path)["key"] for path in _path(resolved).parent.glob("*.json")]
-    apart = min((list(differences(other, asked)) for other in known), key=len, default=[])
-    return f"; the nearest measurement differs in {', '.join(apart[:4])}" if apart else ""
+    present_key = choice_key(resolved_run)
+    cached_keys = [
+        read_own_json(path)["key"]
+        for path in _choice_cache_path(resolved_run).parent.glob("*.json")
+    ]
+    fewest_differences = min(
+        (list(difference_texts(cached_key, present_key)) for cached_key in cached_keys),
+        key=len,
+        default=[],
+    )
+    return (
+        f"; the nearest measurement differs in {', '.join(fewest_differences[:4])}"
+        if fewest_differences
+        else ""
+    )
 
 
-def remember(resolved: ResolvedRun, choice: Choice) -> Choice:
+def cache_engine_choice(resolved_run: ResolvedRun, engine_choice: Choice) -> Choice:
     """Store the choice in the user's cache, for later runs with the same key.
 
     Returns:
         The choice, with its digest as `key`; one that was not measured as it is, not stored.
     """
-    if not choice.measured:
-        return choice
-    kept = replace(choice, key=digest(resolved))
-    record = {"key": key(resolved), "choice": as_json(kept)}
+    if not engine_choice.measured:
+        return engine_choice
+    stored_choice = replace(engine_choice, key=choice_key_digest(resolved_run))
+    record = {"key": choice_key(resolved_run), "choice": as_json(stored_choice)}
     make_cache_folder("engines")
-    path = _path(resolved)
-    write_json_atomically(path, record)
-    seal_files(path.with_suffix(".seal"), [path])
-    return kept
+    cache_path = _choice_cache_path(resolved_run)
+    write_json_atomically(cache_path, record)
+    seal_files(cache_path.with_suffix(".seal"), [cache_path])
+    return stored_choice
 
 
-def long_enough(report: Json) -> bool:
+def is_long_enough(bench_report: Json) -> bool:
     """Return whether a bench is at least as long as auto's own, and has an engine to choose."""
-    shortest = report["rounds"] >= SHORT.rounds and report["steps"] >= SHORT.steps
-    return shortest and fastest(report["variants"]) is not None
+    has_enough_steps = (
+        bench_report["rounds"] >= SHORT_LENGTH.rounds
+        and bench_report["steps"] >= SHORT_LENGTH.steps
+    )
+    return has_enough_steps and fastest_row(bench_report["variants"]) is not None
 
 
-def shortest(figures: Mapping[str, MeasuredEngine], steps: int | None) -> str | None:
+def engine_with_shortest_run(
+    figures_by_engine: Mapping[str, MeasuredEngine], step_count: int | None
+) -> str | None:
     """Return the engine with the shortest run; None if none was measured and passes parity.
 
     Of engines that cannot be told apart, because the middle halves of their steps overlap, it is the
     one whose first step ends first: compilation costs a short run more than faster steps gain.
     """
-    able = {
-        name: each
-        for name, each in figures.items()
-        if each.first_step_seconds is not None and (each.parity or {}).get("verdict") in PASSING
+    passing_engines = {
+        engine_name: engine_figures
+        for engine_name, engine_figures in figures_by_engine.items()
+        if engine_figures.first_step_seconds is not None
+        and (engine_figures.parity or {}).get("verdict") in PASSING_VERDICTS
     }
-    if not able:
+    if not passing_engines:
         return None
-    least = min(each.run_seconds(steps, "quartile_3") for each in able.values())
-    rivals = {n: each for n, each in able.items() if each.run_seconds(steps, "quartile_1") <= least}
-    return min(rivals, key=lambda name: rivals[name].first_step_seconds or 0.0)
+    least_seconds = min(
+        engine_figures.run_seconds(step_count, "quartile_3")
+        for engine_figures in passing_engines.values()
+    )
+    indistinguishable_engines = {
+        n: engine_figures
+        for n, engine_figures in passing_engines.items()
+        if engine_figures.run_seconds(step_count, "quartile_1") <= least_seconds
+    }
+    return min(
+        indistinguishable_engines,
+        key=lambda engine_name: indistinguishable_engines[engine_name].first_step_seconds or 0.0,
+    )
 
 
-def decide(rows: Sequence[Json], folder: Path, steps: int | None = None) -> Choice:
-    """Return the choice and its reason, from the variants of a bench in `folder`.
+def choose_measured_engine(
+    variant_rows: Sequence[Json], bench_folder: Path, step_count: int | None = None
+) -> Choice:
+    """Return the choice and its reason, from the variants of a bench in `bench_folder`.
 
     Args:
-        rows: the variants.
-        folder: the bench's folder.
-        steps: optimizer steps of the run; None: unknown.
+        variant_rows: the variants.
+        bench_folder: the bench's folder.
+        step_count: optimizer steps of the run; None: unknown.
 
     Raises:
         EngineError: none of them can be chosen.
     """
-    figures = {row["engine"]: _brief(row) for row in rows}
-    chosen = shortest(figures, steps)
-    best = next((row for row in rows if row["engine"] == chosen), None)
-    if best is None:
+    figures_by_engine = {row["engine"]: _summarize_variant(row) for row in variant_rows}
+    engine_name = engine_with_shortest_run(figures_by_engine, step_count)
+    best_row = next((row for row in variant_rows if row["engine"] == engine_name), None)
+    if best_row is None:
         raise EngineError(
-            "engine.name: auto: no engine can train this model here\n" + "\n".join(_left_out(rows))
+            "engine.name: auto: no engine can train this model here\n"
+            + "\n".join(_exclusion_reasons(variant_rows))
         )
-    beaten = [times(best, row) for row in rows if row is not best and passes(row)]
-    measured = (
-        f"measured {', '.join(beaten)} on {time.strftime('%Y-%m-%d')}"
-        if beaten
+    comparison_texts = [
+        ratio_text(best_row, row)
+        for row in variant_rows
+        if row is not best_row and passes_parity(row)
+    ]
+    measurement_text = (
+        f"measured {', '.join(comparison_texts)} on {time.strftime('%Y-%m-%d')}"
+        if comparison_texts
         else "the only available engine"
     )
     # A later choice for a run of another length has the same reasons.
-    why = "; ".join([measured, *verdict(rows)[1:], *_left_out(rows)])
-    return Choice("auto", best["engine"], why, figures, str(folder.resolve()))
+    reason = "; ".join(
+        [measurement_text, *verdict_lines(variant_rows)[1:], *_exclusion_reasons(variant_rows)]
+    )
+    return Choice(
+        "auto", best_row["engine"], reason, figures_by_engine, str(bench_folder.resolve())
+    )
 
 
-def _left_out(rows: Sequence[Json]) -> Iterator[str]:
+def _exclusion_reasons(variant_rows: Sequence[Json]) -> Iterator[str]:
     """Yield the reason for each engine that cannot be chosen."""
-    for row in rows:
-        if row["state"] != MEASURED:
-            yield f"{row['engine']} {row['state']}: {short_reason(row['reason'])}"
-        elif not passes(row):
+    for row in variant_rows:
+        if row["state"] != MEASURED_STATE:
+            yield f"{row['engine']} {row['state']}: {shorten_reason(row['reason'])}"
+        elif not passes_parity(row):
             yield (
                 f"{row['engine']} left out: parity: {row['parity']['verdict']}: "
                 f"{row['parity'].get('why')}"
             )
 
 
-def _brief(row: Json) -> MeasuredEngine:
-    if row["state"] != MEASURED:
-        return MeasuredEngine(row["state"], short_reason(row["reason"]))
+def _summarize_variant(variant_row: Json) -> MeasuredEngine:
+    if variant_row["state"] != MEASURED_STATE:
+        return MeasuredEngine(variant_row["state"], shorten_reason(variant_row["reason"]))
     return MeasuredEngine(
-        row["state"],
+        variant_row["state"],
         None,
-        row["seconds"],
-        row["samples_per_second"],
-        row["parity"],
-        row["first_step"]["since_launch"],
+        variant_row["seconds"],
+        variant_row["samples_per_second"],
+        variant_row["parity"],
+        variant_row["first_step"]["since_launch"],
     )
 
 
-def _path(resolved: ResolvedRun) -> Path:
-    return cache_record_path("engines", key(resolved))
+def _choice_cache_path(resolved_run: ResolvedRun) -> Path:
+    return cache_record_path("engines", choice_key(resolved_run))
 
 
-def digest(resolved: ResolvedRun) -> str:
+def choice_key_digest(resolved_run: ResolvedRun) -> str:
     """Return the key's digest, which names its file."""
-    return _path(resolved).stem
+    return _choice_cache_path(resolved_run).stem
 
 
-def key(resolved: ResolvedRun) -> Json:
+def choice_key(resolved_run: ResolvedRun) -> Json:
     """Return everything that decides which engine is fastest, as plain values."""
-    recipe = resolved.file.recipe
-    world = resolved.world
-    whole = recipe.model_dump(mode="json")
-    functions = (recipe.model.factory, recipe.engine.postprocess, *recipe.data.factories)
+    recipe = resolved_run.recipe_file.recipe
+    world = resolved_run.world
+    recipe_values = recipe.model_dump(mode="json")
+    user_functions = (recipe.model.factory, recipe.engine.postprocess, *recipe.data.factories)
     return {
-        "model": whole["model"],
-        "data": {name: whole["data"][name] for name in _SHAPES},
-        "custom_data": whole["data"]["train"] if recipe.data.factories else None,
-        "code": [_code(resolved.command.modules, each) for each in functions if each],
-        "batch": [resolved.work.batch.micro_samples, resolved.work.batch.accumulation_steps],
+        "model": recipe_values["model"],
+        "data": {name: recipe_values["data"][name] for name in _SHAPE_FIELDS},
+        "custom_data": recipe_values["data"]["train"] if recipe.data.factories else None,
+        "code": [
+            _code_digest(resolved_run.command.modules_folder, function_name)
+            for function_name in user_functions
+            if function_name
+        ],
+        "batch": [
+            resolved_run.workload.batch.micro_samples,
+            resolved_run.workload.batch.accumulation_steps,
+        ],
         "precision": recipe.precision,
-        "zero": whole["zero"],
+        "zero": recipe_values["zero"],
         "optimizer": recipe.optimizer.name,
-        "engine": {name: value for name, value in whole["engine"].items() if name not in _NO_SPEED},
+        "engine": {
+            name: value
+            for name, value in recipe_values["engine"].items()
+            if name not in _FIELDS_WITHOUT_SPEED
+        },
         # Ranks per host, without host names: hosts of the same hardware have the same speed.
         "ranks": [host.slots for host in world.hosts],
         "device": world.device,
@@ -355,23 +434,23 @@ def key(resolved: ResolvedRun) -> Json:
         "versions": {
             "ortlaunch": __version__,
             "python": platform.python_version(),
-            **extensions.installed_versions(_PACKAGES),
+            **extensions.installed_versions(_VERSIONED_PACKAGES),
         },
     }
 
 
-def _code(modules: Path, factory: str) -> str:
+def _code_digest(modules_folder: Path, factory_name: str) -> str:
     """Return the digest of the user's module file, or of all modules of a package.
 
     If there is no such file, return the factory's name.
     """
-    base = Path(modules, *factory.partition(":")[0].split("."))
-    files = [path for path in (base.with_suffix(".py"),) if path.exists()] or sorted(
-        base.rglob("*.py")
+    module_path = Path(modules_folder, *factory_name.partition(":")[0].split("."))
+    files = [path for path in (module_path.with_suffix(".py"),) if path.exists()] or sorted(
+        module_path.rglob("*.py")
     )
     if not files:
-        return factory
+        return factory_name
     digest = hashlib.sha256()
     for path in files:
-        digest.update(f"{path.relative_to(modules)}\0".encode() + path.read_bytes())
+        digest.update(f"{path.relative_to(modules_folder)}\0".encode() + path.read_bytes())
     return digest.hexdigest()

@@ -6,9 +6,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ortlaunch.bench import auto
-from ortlaunch.bench.measure import Length, measure, new_folder, prepared
-from ortlaunch.bench.picture import draw, require_matplotlib
-from ortlaunch.bench.report import FAILED, MEASURED, passes, table, verdict
+from ortlaunch.bench.measure import (
+    MeasurementLength,
+    create_bench_folder,
+    measure_variants,
+    prepare_variants,
+)
+from ortlaunch.bench.picture import draw_bench_picture, require_matplotlib
+from ortlaunch.bench.report import (
+    FAILED_STATE,
+    MEASURED_STATE,
+    format_bench_table,
+    passes_parity,
+    verdict_lines,
+)
 from ortlaunch.bench.variants import ENGINES
 from ortlaunch.json_types import Json
 from ortlaunch.resolve.resolve import ResolvedRun
@@ -16,13 +27,13 @@ from ortlaunch.run_folder.folder import RunDir, read_own_json, write_json_atomic
 from ortlaunch.run_folder.profile_record import profile_lines
 
 
-def bench(
-    resolved: ResolvedRun,
-    engines: Sequence[str],
-    vary: Sequence[str],
-    length: Length,
-    out: Path | None,
-    picture: bool,
+def run_bench_command(
+    resolved_run: ResolvedRun,
+    engine_names: Sequence[str],
+    vary_options: Sequence[str],
+    length: MeasurementLength,
+    output_folder: Path | None,
+    draws_picture: bool,
 ) -> int:
     """Measure the variants, print the comparison and write it.
 
@@ -33,31 +44,51 @@ def bench(
         InputError: nothing can be measured, and nothing was started (exit status 2).
     """
     # Before the measurement, which takes long.
-    if picture:
+    if draws_picture:
         require_matplotlib()
-    found = prepared(resolved, engines or ENGINES, vary)
-    folder = new_folder(out, resolved.file.recipe.name)
-    report = measure(resolved, found, length, folder, lambda text: print(text, flush=True))
-    rows = report["variants"]
-    write_json_atomically(folder / "bench.json", report)
-    written = [folder / "bench.json"]
-    measured = [row for row in rows if row["state"] == MEASURED]
-    if picture and measured:
-        draw(measured, title(resolved, report), folder / "bench.png")
-        written.append(folder / "bench.png")
+    prepared_variants = prepare_variants(resolved_run, engine_names or ENGINES, vary_options)
+    bench_folder = create_bench_folder(output_folder, resolved_run.recipe_file.recipe.name)
+    bench_report = measure_variants(
+        resolved_run, prepared_variants, length, bench_folder, lambda text: print(text, flush=True)
+    )
+    variant_rows = bench_report["variants"]
+    write_json_atomically(bench_folder / "bench.json", bench_report)
+    written_paths = [bench_folder / "bench.json"]
+    measured_rows = [row for row in variant_rows if row["state"] == MEASURED_STATE]
+    if draws_picture and measured_rows:
+        draw_bench_picture(
+            measured_rows, picture_title(resolved_run, bench_report), bench_folder / "bench.png"
+        )
+        written_paths.append(bench_folder / "bench.png")
     print(
-        "\n".join(["", table(rows), *verdict(rows), f"written: {', '.join(map(str, written))}"]),
+        "\n".join(
+            [
+                "",
+                format_bench_table(variant_rows),
+                *verdict_lines(variant_rows),
+                f"written: {', '.join(map(str, written_paths))}",
+            ]
+        ),
         flush=True,
     )
     # A variant that failed has no profile.
-    for path in filter(
-        Path.exists, (RunDir(row["folder"]).profile for row in rows if "folder" in row)
+    for profile_path in filter(
+        Path.exists, (RunDir(row["folder"]).profile for row in variant_rows if "folder" in row)
     ):
-        print("", *profile_lines(read_own_json(path)), f"written: {path}", sep="\n", flush=True)
+        print(
+            "",
+            *profile_lines(read_own_json(profile_path)),
+            f"written: {profile_path}",
+            sep="\n",
+            flush=True,
+        )
     # This bench measured all that engine auto would, so auto can use its result.
-    if not engines and not vary and auto.long_enough(report):
-        choice = auto.remember(
-            resolved, auto.decide(rows, folder, resolved.file.recipe.train.max_steps)
+    if not engine_names and not vary_options and auto.is_long_enough(bench_report):
+        choice = auto.cache_engine_choice(
+            resolved_run,
+            auto.choose_measured_engine(
+                variant_rows, bench_folder, resolved_run.recipe_file.recipe.train.max_steps
+            ),
         )
         print(
             f"engine.name: auto will choose {choice.chosen} for this recipe on this machine",
@@ -66,16 +97,19 @@ def bench(
     return int(
         any(
             # A variant that was refused is no failure.
-            row["state"] == FAILED or (row["state"] == MEASURED and not passes(row))
-            for row in rows
+            row["state"] == FAILED_STATE
+            or (row["state"] == MEASURED_STATE and not passes_parity(row))
+            for row in variant_rows
         )
     )
 
 
-def title(resolved: ResolvedRun, report: Json) -> str:
+def picture_title(resolved_run: ResolvedRun, bench_report: Json) -> str:
     """Return the title of the figure: recipe, hardware and number of ranks."""
-    hardware = report["hardware"]
-    ranks = resolved.world.ranks
-    gpus = hardware["gpus"] if report["device"] == "cuda" else []
-    where = gpus[0] if gpus else f"{hardware['processor']}, {hardware['cores']} cores"
-    return f"{report['name']} on {where}, {ranks} {'rank' if ranks == 1 else 'ranks'}"
+    hardware = bench_report["hardware"]
+    rank_count = resolved_run.world.rank_count
+    gpu_names = hardware["gpus"] if bench_report["device"] == "cuda" else []
+    hardware_text = (
+        gpu_names[0] if gpu_names else f"{hardware['processor']}, {hardware['cores']} cores"
+    )
+    return f"{bench_report['name']} on {hardware_text}, {rank_count} {'rank' if rank_count == 1 else 'ranks'}"

@@ -18,9 +18,9 @@ from types import FrameType
 from typing import NamedTuple
 
 from ortlaunch import machine
-from ortlaunch.bench.report import results, short_reason
-from ortlaunch.bench.turns import Failed, OnReady, VariantJob
-from ortlaunch.bench.variants import Variant, resolve_variant, variants
+from ortlaunch.bench.report import build_variant_rows, shorten_reason
+from ortlaunch.bench.turns import OnReady, VariantFailedError, VariantJob
+from ortlaunch.bench.variants import Variant, combine_variants, resolve_variant
 from ortlaunch.errors import InputError, LaunchError, OrtlaunchError, PlanError
 from ortlaunch.json_types import Json
 from ortlaunch.process import signals_to_handle
@@ -30,13 +30,13 @@ from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.units import human_bytes
 
 # Load average for each core above which the machine counts as busy.
-_LEAST_BUSY_LOAD = 0.5
+_BUSY_LOAD_PER_CORE = 0.5
 # Share of its waiting time that a job may spend on a processor.
-_SPUN = 0.2
+_SPINNING_SHARE = 0.2
 PrintLine = Callable[[str], None]
 
 
-class Length(NamedTuple):
+class MeasurementLength(NamedTuple):
     """Length of a measurement: `rounds` turns of each variant, of `steps` optimizer steps."""
 
     rounds: int = 5
@@ -47,39 +47,53 @@ class Length(NamedTuple):
 class BenchStopped(OrtlaunchError):
     """The user stopped the bench with a signal."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, signal_number: int) -> None:
         # The shell's convention for a process that a signal ended.
-        super().__init__(f"stopped by {signal.Signals(number).name}", 128 + number)
+        super().__init__(f"stopped by {signal.Signals(signal_number).name}", 128 + signal_number)
 
 
-def prepared(resolved: ResolvedRun, engines: Sequence[str], vary: Sequence[str]) -> list[Variant]:
+def prepare_variants(
+    resolved_run: ResolvedRun, engine_names: Sequence[str], vary_options: Sequence[str]
+) -> list[Variant]:
     """Return every variant, resolved or refused.
 
     Raises:
         InputError: all of them are refused.
     """
-    if resolved.world.inside is not None:
+    if resolved_run.world.enclosing_rank is not None:
         raise PlanError(
             "bench starts its own ranks, and this process is already a rank of a launcher; "
             "start it outside, with the --launcher, --nproc-per-node or --hostfile of the "
             "training"
         )
-    if resolved.file.recipe.batch.micro_size == "auto":
+    if resolved_run.recipe_file.recipe.batch.micro_size == "auto":
         raise PlanError(
             "batch.micro_size is auto, but variants are compared with one batch size; add "
             "batch.micro_size=NUMBER"
         )
-    found = [resolve_variant(variant, resolved) for variant in variants(engines, vary)]
-    if all(variant.resolved is None for variant in found):
-        raise InputError("\n".join(f"{variant.name}: {variant.refused}" for variant in found))
-    return found
+    resolved_variants = [
+        resolve_variant(variant, resolved_run)
+        for variant in combine_variants(engine_names, vary_options)
+    ]
+    if all(variant.resolved_run is None for variant in resolved_variants):
+        raise InputError(
+            "\n".join(f"{variant.name}: {variant.refusal}" for variant in resolved_variants)
+        )
+    return resolved_variants
 
 
-def new_folder(out: Path | None, name: str) -> Path:
-    """Create `out`, which must be new or of an unfinished bench, or else bench/<name>-<time>."""
-    folder = out or Path("bench") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+def create_bench_folder(requested_folder: Path | None, bench_name: str) -> Path:
+    """Create `requested_folder`, which must be new or of an unfinished bench, or else bench/<name>-<time>."""
+    folder = requested_folder or Path("bench") / f"{bench_name}-{time.strftime('%Y%m%d-%H%M%S')}"
     # Two benches may begin in the same second.
-    for path in (folder, *(Path(f"{folder}-{number}") for number in range(2, 1000) if out is None)):
+    for path in (
+        folder,
+        *(
+            Path(f"{folder}-{suffix_number}")
+            for suffix_number in range(2, 1000)
+            if requested_folder is None
+        ),
+    ):
         with contextlib.suppress(FileExistsError):
             path.mkdir(parents=True)
             return path
@@ -91,11 +105,11 @@ def new_folder(out: Path | None, name: str) -> Path:
     raise PlanError(f"{folder}: exists already; give --out a new folder")
 
 
-def measure(
-    resolved: ResolvedRun,
-    found: Sequence[Variant],
-    length: Length,
-    folder: Path,
+def measure_variants(
+    resolved_run: ResolvedRun,
+    prepared_variants: Sequence[Variant],
+    length: MeasurementLength,
+    bench_folder: Path,
     print_line: PrintLine,
     on_ready: OnReady = lambda _: None,
 ) -> Json:
@@ -108,168 +122,191 @@ def measure(
     Raises:
         BenchStopped: by SIGINT, SIGTERM, SIGHUP or SIGUSR1; no job is left.
     """
-    begun = time.time()
-    load = os.getloadavg()
-    _report_busy(print_line, load)
-    players = [
-        VariantJob(v, RunDir(folder / v.slug), on_ready) for v in found if v.resolved is not None
+    start_time = time.time()
+    load_before = os.getloadavg()
+    _warn_if_machine_is_busy(print_line, load_before)
+    variant_jobs = [
+        VariantJob(bench_variant, RunDir(bench_folder / bench_variant.folder_name), on_ready)
+        for bench_variant in prepared_variants
+        if bench_variant.resolved_run is not None
     ]
-    length = _that_fits(length, players, print_line)
-    for variant in found:
-        if variant.resolved is None:
-            print_line(f"{variant.name}: refused: {short_reason(variant.refused)}")
-    with _stoppable():
+    length = _length_that_fits_memory(length, variant_jobs, print_line)
+    for variant in prepared_variants:
+        if variant.resolved_run is None:
+            print_line(f"{variant.name}: refused: {shorten_reason(variant.refusal)}")
+    with _turn_signals_into_error():
         try:
-            play(players, length, print_line)
+            run_all_turns(variant_jobs, length, print_line)
         finally:
-            for player in players:
-                player.cancel()
-    _report_spinning(players, print_line)
-    world = resolved.world
+            for variant_job in variant_jobs:
+                variant_job.cancel_job()
+    _warn_of_spinning_jobs(variant_jobs, print_line)
+    world = resolved_run.world
     return {
         "format": 1,
-        "name": resolved.file.recipe.name,
-        "recipe": str(resolved.command.path),
-        "overrides": list(resolved.file.overrides),
-        "begun": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(begun)),
-        "seconds": round(time.time() - begun, 1),
+        "name": resolved_run.recipe_file.recipe.name,
+        "recipe": str(resolved_run.command.recipe_path),
+        "overrides": list(resolved_run.recipe_file.overrides),
+        "begun": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(start_time)),
+        "seconds": round(time.time() - start_time, 1),
         **length._asdict(),
         "launcher": world.launcher,
         "device": world.device,
         "nodes": [list(node) for node in world.nodes],
         "hardware": machine.hardware_record(),
-        "load": {"before": load, "after": os.getloadavg()},
-        "environment": provenance.environment(),
-        "variants": results(found, players),
+        "load": {"before": load_before, "after": os.getloadavg()},
+        "environment": provenance.environment_record(),
+        "variants": build_variant_rows(prepared_variants, variant_jobs),
     }
 
 
-def play(players: Sequence[VariantJob], length: Length, print_line: PrintLine) -> None:
+def run_all_turns(
+    variant_jobs: Sequence[VariantJob], length: MeasurementLength, print_line: PrintLine
+) -> None:
     """Warm all variants up, give each a turn `rounds` times, then compare; a failed one stays out."""
-    for player in players if not length.one_at_a_time else ():
-        _try(player, print_line, partial(_start, player, print_line))
-    for number in range(1, length.rounds + 1):
-        for player in players:
-            _try(
-                player,
+    for variant_job in variant_jobs if not length.one_at_a_time else ():
+        _run_or_exclude(variant_job, print_line, partial(_start_variant, variant_job, print_line))
+    for round_number in range(1, length.rounds + 1):
+        for variant_job in variant_jobs:
+            _run_or_exclude(
+                variant_job,
                 print_line,
-                partial(_take_turn, player, length, number == length.rounds, print_line),
+                partial(_take_turn, variant_job, length, round_number == length.rounds, print_line),
             )
-        shown = (
-            f"{p.variant.name} {sum(p.turns[-1]['seconds']) / length.steps:.4g}"
-            for p in players
-            if p.measured
+        seconds_texts = (
+            f"{job.variant.name} {sum(job.turns[-1]['seconds']) / length.steps:.4g}"
+            for job in variant_jobs
+            if job.is_measured
         )
-        if text := ", ".join(shown):
-            print_line(f"round {number}/{length.rounds}, s/step: {text}")
-    for player in players if not length.one_at_a_time else ():
-        _try(player, print_line, partial(_finish, player))
+        if text := ", ".join(seconds_texts):
+            print_line(f"round {round_number}/{length.rounds}, s/step: {text}")
+    for variant_job in variant_jobs if not length.one_at_a_time else ():
+        _run_or_exclude(variant_job, print_line, partial(_compare_and_end, variant_job))
 
 
-def _start(player: VariantJob, print_line: PrintLine) -> None:
-    player.start()
+def _start_variant(variant_job: VariantJob, print_line: PrintLine) -> None:
+    variant_job.start_and_warm_up()
     print_line(
-        f"{player.variant.name}: first step {player.ready['first_step']['since_launch']:.1f} s "
+        f"{variant_job.variant.name}: first step {variant_job.ready_answer['first_step']['since_launch']:.1f} s "
         "after its launch"
     )
 
 
-def _take_turn(player: VariantJob, length: Length, last: bool, print_line: PrintLine) -> None:
-    if not player.alive:
-        _start(player, print_line)
-    player.turn(length.steps)
+def _take_turn(
+    variant_job: VariantJob, length: MeasurementLength, is_last_round: bool, print_line: PrintLine
+) -> None:
+    if not variant_job.is_running:
+        _start_variant(variant_job, print_line)
+    variant_job.run_turn(length.steps)
     # Only one job is in memory, so it is compared in its last turn and not at the end.
-    if length.one_at_a_time and last:
-        _finish(player)
+    if length.one_at_a_time and is_last_round:
+        _compare_and_end(variant_job)
     elif length.one_at_a_time:
-        player.leave()
+        variant_job.end_or_cancel()
 
 
-def _finish(player: VariantJob) -> None:
-    player.compare()
-    player.leave()
+def _compare_and_end(variant_job: VariantJob) -> None:
+    variant_job.compare_with_pytorch()
+    variant_job.end_or_cancel()
 
 
-def _try(player: VariantJob, print_line: PrintLine, action: Callable[[], None]) -> None:
+def _run_or_exclude(
+    variant_job: VariantJob, print_line: PrintLine, action: Callable[[], None]
+) -> None:
     """Run an action of a variant; one that fails stays out from then on, and the others continue."""
-    if player.failed:
+    if variant_job.failure_text:
         return
     try:
         action()
-    except (Failed, LaunchError) as error:
-        player.failed = str(error)
-        print_line(f"{player.variant.name}: failed: {short_reason(str(error))}")
+    except (VariantFailedError, LaunchError) as error:
+        variant_job.failure_text = str(error)
+        print_line(f"{variant_job.variant.name}: failed: {shorten_reason(str(error))}")
 
 
 @contextlib.contextmanager
-def _stoppable() -> Iterator[None]:
+def _turn_signals_into_error() -> Iterator[None]:
     """Turn signals that end this process into BenchStopped, so that the jobs are ended first.
 
     Later signals are ignored until then.
     """
-    numbers = signals_to_handle((signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1))
+    signal_numbers = signals_to_handle(
+        (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    )
 
-    def stop(number: int, frame: FrameType | None) -> None:
-        for each in numbers:
+    def raise_bench_stopped(signal_number: int, frame: FrameType | None) -> None:
+        for other_signal in signal_numbers:
             # A second signal must not interrupt the end of the jobs.
-            signal.signal(each, signal.SIG_IGN)
-        raise BenchStopped(number)
+            signal.signal(other_signal, signal.SIG_IGN)
+        raise BenchStopped(signal_number)
 
-    previous = {number: signal.signal(number, stop) for number in numbers}
+    handlers_before = {
+        signal_number: signal.signal(signal_number, raise_bench_stopped)
+        for signal_number in signal_numbers
+    }
     try:
         yield
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        for signal_number, handler in handlers_before.items():
+            signal.signal(signal_number, handler)
 
 
-def _that_fits(length: Length, players: Sequence[VariantJob], print_line: PrintLine) -> Length:
+def _length_that_fits_memory(
+    length: MeasurementLength, variant_jobs: Sequence[VariantJob], print_line: PrintLine
+) -> MeasurementLength:
     """Return the length, with one variant at a time if this host cannot hold all of them.
 
     All variants stay in memory between their turns.
     """
-    plans = [player.variant.resolved.plan for player in players if player.variant.resolved]
-    if length.one_at_a_time or any(p.memory is None or p.device != "cpu" for p in plans):
+    plans = [
+        variant_job.variant.resolved_run.plan
+        for variant_job in variant_jobs
+        if variant_job.variant.resolved_run
+    ]
+    if length.one_at_a_time or any(
+        variant_plan.memory is None or variant_plan.device != "cpu" for variant_plan in plans
+    ):
         return length
-    needed = 0
+    needed_bytes = 0
     # The least of the machine's free memory and the limits of its control groups.
-    free = machine.memory_limit_with_least_free().free_bytes
+    free_bytes = machine.memory_limit_with_least_free().free_bytes
     for plan in plans:
         assert plan.memory is not None
-        slots = plan.nodes[0].slots
-        parts = dict(plan.memory.by_stage)[plan.memory.chosen]
-        needed += plan.memory.process.bytes_of_ranks(slots) + slots * parts.total
-    if needed <= free:
+        slot_count = plan.nodes[0].slots
+        stage_bytes = dict(plan.memory.by_stage)[plan.memory.chosen]
+        needed_bytes += (
+            plan.memory.process.bytes_of_ranks(slot_count) + slot_count * stage_bytes.total
+        )
+    if needed_bytes <= free_bytes:
         return length
     print_line(
-        f"{len(plans)} variants would take {human_bytes(needed)} at once, and {human_bytes(free)} is free: "
+        f"{len(plans)} variants would take {human_bytes(needed_bytes)} at once, and {human_bytes(free_bytes)} is free: "
         "running one at a time, restarted in every round (--one-at-a-time)"
     )
     return length._replace(one_at_a_time=True)
 
 
-def _report_busy(print_line: PrintLine, load: Sequence[float]) -> None:
+def _warn_if_machine_is_busy(print_line: PrintLine, load_averages: Sequence[float]) -> None:
     """Warn if other processes make the figures noisy."""
-    others = machine.busy_processes()
-    cores = machine.hardware_record()["cores"] or 1
-    if others or load[0] > _LEAST_BUSY_LOAD * cores:
+    busy_processes = machine.busy_processes()
+    core_count = machine.hardware_record()["cores"] or 1
+    if busy_processes or load_averages[0] > _BUSY_LOAD_PER_CORE * core_count:
         print_line(
-            f"WARNING: this machine is busy (load {load[0]:.1f} on {cores} cores), so times are "
-            f"noisy\n  busy: {', '.join(others[:3]) or 'none at this moment'}"
+            f"WARNING: this machine is busy (load {load_averages[0]:.1f} on {core_count} cores), so times are "
+            f"noisy\n  busy: {', '.join(busy_processes[:3]) or 'none at this moment'}"
         )
 
 
-def _report_spinning(players: Sequence[VariantJob], print_line: PrintLine) -> None:
+def _warn_of_spinning_jobs(variant_jobs: Sequence[VariantJob], print_line: PrintLine) -> None:
     """Warn of a job that works while it waits: it takes time from the others."""
-    for player in players:
-        waits = [turn["waited"] for turn in player.turns]
-        waited, worked = (
-            sum(wait[key] for wait in waits) for key in ("seconds", "processor_seconds")
+    for variant_job in variant_jobs:
+        wait_records = [turn["waited"] for turn in variant_job.turns]
+        waited_seconds, processor_seconds = (
+            sum(wait[key] for wait in wait_records) for key in ("seconds", "processor_seconds")
         )
         # Shorter waits, in seconds, are too short to judge.
-        if waited > 1 and worked > _SPUN * waited:
+        if waited_seconds > 1 and processor_seconds > _SPINNING_SHARE * waited_seconds:
             print_line(
-                f"WARNING: {player.variant.name} used {worked:.1f} s of processor time in "
-                f"{waited:.1f} s of waiting, which slowed the others; is OMP_WAIT_POLICY=active, "
+                f"WARNING: {variant_job.variant.name} used {processor_seconds:.1f} s of processor time in "
+                f"{waited_seconds:.1f} s of waiting, which slowed the others; is OMP_WAIT_POLICY=active, "
                 "or a thread of your model's at work?"
             )

@@ -11,7 +11,7 @@ from ortlaunch.json_types import Json
 from ortlaunch.run_folder.cause_text import COMMAND_PREFIX
 from ortlaunch.units import align_columns, human_bytes
 
-_HEAD = (
+_TABLE_HEAD = (
     "variant",
     "s/step",
     "middle half",
@@ -23,93 +23,110 @@ _HEAD = (
     "parity",
     "ratio",
 )
-MEASURED = "measured"
-REFUSED = "refused"
-FAILED = "failed"
+MEASURED_STATE = "measured"
+REFUSED_STATE = "refused"
+FAILED_STATE = "failed"
 # Verdicts of parity with which an engine may be chosen.
-PASSING = ("passes", "reference")
+PASSING_VERDICTS = ("passes", "reference")
 
 
-def results(variants: Sequence[Variant], players: Sequence[VariantJob]) -> list[Json]:
+def build_variant_rows(
+    variants: Sequence[Variant], variant_jobs: Sequence[VariantJob]
+) -> list[Json]:
     """Return every variant in its order: with figures, or refused or failed with the reason."""
-    playing = {player.variant.name: player for player in players}
-    rows = [_row(variant, playing.get(variant.name)) for variant in variants]
-    measured = [row for row in rows if row["state"] == MEASURED]
-    for row in measured:
+    job_by_name = {variant_job.variant.name: variant_job for variant_job in variant_jobs}
+    rows = [_variant_row(variant, job_by_name.get(variant.name)) for variant in variants]
+    measured_rows = [row for row in rows if row["state"] == MEASURED_STATE]
+    for row in measured_rows:
         # Ratios need all rows, so they are added afterwards.
-        base = _base(row, measured)
-        row["ratio"] = row["samples_per_second"] / base["samples_per_second"]
-        row["ratio_to"] = base["name"]
-        row["mfu"] = _mfu(row, measured)
+        reference_row = _reference_row(row, measured_rows)
+        row["ratio"] = row["samples_per_second"] / reference_row["samples_per_second"]
+        row["ratio_to"] = reference_row["name"]
+        row["mfu"] = _model_flops_utilization(row, measured_rows)
     return rows
 
 
-def _row(variant: Variant, player: VariantJob | None) -> Json:
-    row: Json = {"name": variant.name, "engine": variant.engine, "varied": list(variant.chosen)}
-    if player is None or not player.measured:
-        failed = player is not None and bool(player.failed)
-        reason = player.failed if player is not None and failed else variant.refused
-        return {**row, "state": FAILED if failed else REFUSED, "reason": reason, **_folder(player)}
-    assert variant.resolved is not None
-    took = [seconds for turn in player.turns for seconds in turn["seconds"]]
-    tokens, padding = (sum(turn["tokens"][kind] for turn in player.turns) for kind in (0, 1))
-    ranks = variant.resolved.world.ranks
+def _variant_row(variant: Variant, variant_job: VariantJob | None) -> Json:
+    row: Json = {
+        "name": variant.name,
+        "engine": variant.engine,
+        "varied": list(variant.varied_overrides),
+    }
+    if variant_job is None or not variant_job.is_measured:
+        has_failed = variant_job is not None and bool(variant_job.failure_text)
+        reason = (
+            variant_job.failure_text if variant_job is not None and has_failed else variant.refusal
+        )
+        return {
+            **row,
+            "state": FAILED_STATE if has_failed else REFUSED_STATE,
+            "reason": reason,
+            **_folder_field(variant_job),
+        }
+    assert variant.resolved_run is not None
+    step_seconds = [seconds for turn in variant_job.turns for seconds in turn["seconds"]]
+    tokens, padding = (
+        sum(turn["tokens"][count_index] for turn in variant_job.turns) for count_index in (0, 1)
+    )
+    rank_count = variant.resolved_run.world.rank_count
     # The median is robust against single slow steps.
-    median = statistics.median(took)
+    median = statistics.median(step_seconds)
     return {
         **row,
-        "state": MEASURED,
-        "precision": variant.resolved.file.recipe.precision,
-        "matmul_precision": variant.resolved.file.recipe.engine.matmul_precision,
-        "ranks": ranks,
-        "seconds": spread(took),
-        "samples_per_second": variant.resolved.work.batch.global_samples / median,
-        "tokens_per_second": tokens / len(took) / median if tokens else None,
+        "state": MEASURED_STATE,
+        "precision": variant.resolved_run.recipe_file.recipe.precision,
+        "matmul_precision": variant.resolved_run.recipe_file.recipe.engine.matmul_precision,
+        "ranks": rank_count,
+        "seconds": value_distribution(step_seconds),
+        "samples_per_second": variant.resolved_run.workload.batch.global_samples / median,
+        "tokens_per_second": tokens / len(step_seconds) / median if tokens else None,
         "padding_share": padding / (tokens + padding) if tokens else None,
-        "flops_per_token": player.ready["flops_per_token"],
-        "peak_flops": player.ready["peak_flops"],
+        "flops_per_token": variant_job.ready_answer["flops_per_token"],
+        "peak_flops": variant_job.ready_answer["peak_flops"],
         # Peak bytes of each rank, over all turns.
-        "memory": [max(turn["memory"][rank] for turn in player.turns) for rank in range(ranks)],
-        "first_step": player.ready["first_step"],
-        "parity": player.parity,
-        "truth": player.ready["engine"],
-        "turns": player.turns,
-        **_folder(player),
+        "memory": [
+            max(turn["memory"][rank] for turn in variant_job.turns) for rank in range(rank_count)
+        ],
+        "first_step": variant_job.ready_answer["first_step"],
+        "parity": variant_job.parity,
+        "truth": variant_job.ready_answer["engine"],
+        "turns": variant_job.turns,
+        **_folder_field(variant_job),
     }
 
 
-def _folder(player: VariantJob | None) -> dict[str, str]:
-    return {"folder": str(player.run)} if player else {}
+def _folder_field(variant_job: VariantJob | None) -> dict[str, str]:
+    return {"folder": str(variant_job.run)} if variant_job else {}
 
 
-def spread(values: Sequence[float]) -> dict[str, float]:
+def value_distribution(values: Sequence[float]) -> dict[str, float]:
     """Return median, quartiles, minimum and maximum."""
-    low, middle, high = (
+    lower_quartile, median, upper_quartile = (
         statistics.quantiles(values, n=4, method="inclusive")
         if len(values) > 1
         # statistics.quantiles needs two values.
         else [values[0]] * 3
     )
     return {
-        "median": middle,
-        "quartile_1": low,
-        "quartile_3": high,
+        "median": median,
+        "quartile_1": lower_quartile,
+        "quartile_3": upper_quartile,
         "min": min(values),
         "max": max(values),
     }
 
 
-def _base(row: Json, measured: Sequence[Json]) -> Json:
+def _reference_row(row: Json, measured_rows: Sequence[Json]) -> Json:
     """Return the variant that a row is compared with.
 
     It is eager with the same varied keys, else the first eager, else the first.
     """
-    eager = [other for other in measured if other["engine"] == "eager"]
-    same = [other for other in eager if other["varied"] == row["varied"]]
-    return (same or eager or list(measured))[0]
+    eager_rows = [other for other in measured_rows if other["engine"] == "eager"]
+    rows_with_same_keys = [other for other in eager_rows if other["varied"] == row["varied"]]
+    return (rows_with_same_keys or eager_rows or list(measured_rows))[0]
 
 
-def _mfu(row: Json, measured: Sequence[Json]) -> float | None:
+def _model_flops_utilization(row: Json, measured_rows: Sequence[Json]) -> float | None:
     """Return the model FLOPs utilization, from 0 to 1, or None if it is unknown.
 
     The peak is the highest rate that any variant of this precision measured: one scale for all of
@@ -118,84 +135,93 @@ def _mfu(row: Json, measured: Sequence[Json]) -> float | None:
     # The model or its batch cannot be counted.
     if not row["flops_per_token"] or not row["tokens_per_second"]:
         return None
-    alike = [
-        o for o in measured if all(o[key] == row[key] for key in ("precision", "matmul_precision"))
+    rows_of_same_precision = [
+        other_row
+        for other_row in measured_rows
+        if all(other_row[key] == row[key] for key in ("precision", "matmul_precision"))
     ]
-    peak = max(other["peak_flops"] or 0.0 for other in alike)
+    peak_flops = max(other["peak_flops"] or 0.0 for other in rows_of_same_precision)
     return (
         # Padding is computed, too.
         float(
             row["flops_per_token"]
             * row["tokens_per_second"]
             / (1 - row["padding_share"])
-            / (peak * row["ranks"])
+            / (peak_flops * row["ranks"])
         )
-        if peak
+        if peak_flops
         else None
     )
 
 
-def passes(row: Json) -> bool:
+def passes_parity(variant_row: Json) -> bool:
     """Return whether a variant was measured and computes the results of plain PyTorch."""
-    return row["state"] == MEASURED and row["parity"]["verdict"] in PASSING
+    return (
+        variant_row["state"] == MEASURED_STATE
+        and variant_row["parity"]["verdict"] in PASSING_VERDICTS
+    )
 
 
-def fastest(rows: Sequence[Json]) -> Json | None:
+def fastest_row(measured_rows: Sequence[Json]) -> Json | None:
     """Return the variant with the most samples a second that passes parity, or None."""
     return max(
-        (row for row in rows if passes(row)),
+        (row for row in measured_rows if passes_parity(row)),
         key=lambda row: float(row["samples_per_second"]),
         default=None,
     )
 
 
-def verdict(rows: Sequence[Json]) -> list[str]:
+def verdict_lines(all_rows: Sequence[Json]) -> list[str]:
     """Return a line that names the fastest variant, and lines that limit it."""
-    best = fastest(rows)
-    if best is None:
+    best_row = fastest_row(all_rows)
+    if best_row is None:
         return ["fastest: none passed parity"]
-    others = [row for row in rows if row["state"] == MEASURED and row is not best]
-    able = [row for row in others if passes(row)]
-    fast, start = best["seconds"], best["first_step"]["since_launch"]
-    near = [row for row in able if fast["quartile_3"] >= row["seconds"]["quartile_1"]]
-    names = [best["name"], *(row["name"] for row in near)]
-    ratios = "".join(f", {times(best, row)}" for row in others if row not in near)
-    lines = [f"fastest: {' or '.join(names)}{ratios}"]
-    if near:
+    other_rows = [row for row in all_rows if row["state"] == MEASURED_STATE and row is not best_row]
+    passing_rows = [row for row in other_rows if passes_parity(row)]
+    best_seconds, best_start_seconds = best_row["seconds"], best_row["first_step"]["since_launch"]
+    indistinguishable_rows = [
+        row for row in passing_rows if best_seconds["quartile_3"] >= row["seconds"]["quartile_1"]
+    ]
+    fastest_names = [best_row["name"], *(row["name"] for row in indistinguishable_rows)]
+    ratios_text = "".join(
+        f", {ratio_text(best_row, row)}" for row in other_rows if row not in indistinguishable_rows
+    )
+    lines = [f"fastest: {' or '.join(fastest_names)}{ratios_text}"]
+    if indistinguishable_rows:
         lines.append(
-            f"{' and '.join(names)} cannot be told apart: the middle halves of their steps overlap"
+            f"{' and '.join(fastest_names)} cannot be told apart: the middle halves of their steps overlap"
         )
-    for row in able:
-        later = start - row["first_step"]["since_launch"]
-        gain = row["seconds"]["median"] - fast["median"]
+    for row in passing_rows:
+        later_seconds = best_start_seconds - row["first_step"]["since_launch"]
+        gain_seconds = row["seconds"]["median"] - best_seconds["median"]
         # Without a difference there is no step from which one is ahead.
-        if later > 1 and gain > 0 and row not in near:
-            steps = f"{later / gain:,.0f} steps"
+        if later_seconds > 1 and gain_seconds > 0 and row not in indistinguishable_rows:
+            steps_text = f"{later_seconds / gain_seconds:,.0f} steps"
             lines.append(
-                f"{best['name']} begins {later:.0f} s later than {row['name']}: ahead after {steps}"
+                f"{best_row['name']} begins {later_seconds:.0f} s later than {row['name']}: ahead after {steps_text}"
             )
     return lines
 
 
-def times(best: Json, other: Json) -> str:
+def ratio_text(best_row: Json, other_row: Json) -> str:
     """Return the ratio to another variant, such as `1.90 x eager`."""
-    return f"{best['samples_per_second'] / other['samples_per_second']:.2f} x {other['name']}"
+    return f"{best_row['samples_per_second'] / other_row['samples_per_second']:.2f} x {other_row['name']}"
 
 
-def table(rows: Sequence[Json]) -> str:
+def format_bench_table(all_rows: Sequence[Json]) -> str:
     """Return the figures of measured variants, and a line with the reason for each other one."""
-    measured = [row for row in rows if row["state"] == MEASURED]
-    cells = [_HEAD, *(_cells(row) for row in measured)] if measured else []
+    measured_rows = [row for row in all_rows if row["state"] == MEASURED_STATE]
+    cells = [_TABLE_HEAD, *(_row_cells(row) for row in measured_rows)] if measured_rows else []
     columns = [
         # Without columns that no variant fills, such as tokens/s or MFU.
         column
         for column in zip(*cells)
         if set(column[1:]) != {"-"}
     ]
-    return "\n".join([*align_columns(zip(*columns), numbers_right=True), *_notes(rows)])
+    return "\n".join([*align_columns(zip(*columns), numbers_right=True), *_note_lines(all_rows)])
 
 
-def _cells(row: Json) -> tuple[str, ...]:
+def _row_cells(row: Json) -> tuple[str, ...]:
     seconds = row["seconds"]
     tokens = row["tokens_per_second"]
     mfu = row["mfu"]
@@ -213,45 +239,49 @@ def _cells(row: Json) -> tuple[str, ...]:
     )
 
 
-def _parity_cell(parity: Json) -> str:
+def _parity_cell(parity_record: Json) -> str:
     """Return `reference`, `1.2e-06`, or a text in capitals where the figures must not be used."""
-    if parity["verdict"] == "passes":
-        return f"{parity['largest']:.0e}"
-    if parity["verdict"] == "differs":
-        return "DIFFERS" if parity["largest"] is None else f"DIFFERS {parity['largest']:.0e}"
-    return "reference" if parity["verdict"] == "reference" else "NOT COMPARED"
+    if parity_record["verdict"] == "passes":
+        return f"{parity_record['largest']:.0e}"
+    if parity_record["verdict"] == "differs":
+        return (
+            "DIFFERS"
+            if parity_record["largest"] is None
+            else f"DIFFERS {parity_record['largest']:.0e}"
+        )
+    return "reference" if parity_record["verdict"] == "reference" else "NOT COMPARED"
 
 
-def _notes(rows: Sequence[Json]) -> list[str]:
+def _note_lines(all_rows: Sequence[Json]) -> list[str]:
     notes = [
-        f"{row['name']}: {row['state']}: {short_reason(row['reason'])}"
-        for row in rows
+        f"{row['name']}: {row['state']}: {shorten_reason(row['reason'])}"
+        for row in all_rows
         if "reason" in row
     ]
-    measured = [row for row in rows if row["state"] == MEASURED]
+    measured_rows = [row for row in all_rows if row["state"] == MEASURED_STATE]
     notes += [
         f"{row['name']}: parity: {row['parity']['why']}"
-        for row in measured
-        if row["parity"].get("why") and not passes(row)
+        for row in measured_rows
+        if row["parity"].get("why") and not passes_parity(row)
     ]
-    for row in measured:
+    for row in measured_rows:
         if "loss_from_highest" in row["parity"]:
-            moved = (
+            change_text = (
                 f"changes the loss by {row['parity']['loss_from_highest']:.1e}; parity is "
                 "compared at highest"
             )
-            notes.append(f"{row['name']}: matmul_precision {row['matmul_precision']} {moved}")
-    if measured:
-        others = sorted({row["ratio_to"] for row in measured})
+            notes.append(f"{row['name']}: matmul_precision {row['matmul_precision']} {change_text}")
+    if measured_rows:
+        reference_names = sorted({row["ratio_to"] for row in measured_rows})
         notes.append(
-            f"ratio: to {', '.join(others)}; memory: of the largest rank, without libraries"
+            f"ratio: to {', '.join(reference_names)}; memory: of the largest rank, without libraries"
         )
         notes.append("parity: largest relative difference from PyTorch")
     return notes
 
 
-def short_reason(reason: str) -> str:
+def shorten_reason(reason: str) -> str:
     """Return one line of a failure's text: an error's message, or the end of a traceback."""
     # The command's own lines follow the reason.
-    said = reason.partition(f"\n\n{COMMAND_PREFIX}")[0].strip().splitlines() or [""]
-    return said[-1] if said[0].startswith("Traceback") else said[0]
+    reason_lines = reason.partition(f"\n\n{COMMAND_PREFIX}")[0].strip().splitlines() or [""]
+    return reason_lines[-1] if reason_lines[0].startswith("Traceback") else reason_lines[0]

@@ -16,7 +16,7 @@ from ortlaunch.json_types import Json
 from ortlaunch.launch import JobState, load_backend
 from ortlaunch.launch.failure import classify_run_end
 from ortlaunch.process import wait_until
-from ortlaunch.resolve.prepare import write_run
+from ortlaunch.resolve.prepare import write_run_files
 from ortlaunch.run_folder.folder import RunDir, write_json_atomically
 
 # Steps before the measured ones, in which engines compile and caches fill.
@@ -27,7 +27,7 @@ _POLL_SECONDS = 0.02
 _LEAVE_SECONDS = 60
 
 
-class Failed(Exception):
+class VariantFailedError(Exception):
     """The variant's job ended before its time; the text is the whole reason."""
 
 
@@ -41,57 +41,57 @@ class VariantJob:
         self.variant = variant
         self.on_ready = on_ready
         self.run = run
-        self.ready: Json = {}
+        self.ready_answer: Json = {}
         self.turns: list[Json] = []
         self.parity: Json = {}
-        self.failed = ""
+        self.failure_text = ""
         self._job: Any = None
-        self._number = self._read = 0
+        self._order_number = self._read_line_count = 0
 
     @property
-    def alive(self) -> bool:
+    def is_running(self) -> bool:
         """Whether its job is running."""
         return self._job is not None
 
     @property
-    def measured(self) -> bool:
+    def is_measured(self) -> bool:
         """Whether it can be compared: it reached the end."""
-        return bool(self.turns) and not self.failed
+        return bool(self.turns) and not self.failure_text
 
-    def start(self) -> None:
+    def start_and_warm_up(self) -> None:
         """Start the job, and wait until it has warmed up; the first start's times are kept."""
-        assert self.variant.resolved is not None
-        plan = self.variant.resolved.plan
-        request = write_run(self.run, self.variant.resolved.file.recipe, plan)
+        assert self.variant.resolved_run is not None
+        plan = self.variant.resolved_run.plan
+        request = write_run_files(self.run, self.variant.resolved_run.recipe_file.recipe, plan)
         # Files of an earlier start would be read as orders and answers of this one.
         self.run.order.unlink(missing_ok=True)
         self.run.results.unlink(missing_ok=True)
-        self._number = self._read = 0
+        self._order_number = self._read_line_count = 0
         write_json_atomically(
             self.run.bench, {"launched": time.time(), "warm_up_steps": WARM_UP_STEPS}
         )
         self._job = load_backend(plan.launcher).submit(request, self.run.output)
-        answer = self._answer()
+        answer = self._wait_for_answer()
         # A job that starts again for each turn would report times with warm caches.
-        if not self.ready:
-            self.ready = answer
+        if not self.ready_answer:
+            self.ready_answer = answer
             self.on_ready(self)
 
-    def turn(self, steps: int) -> None:
-        """Train `steps` measured steps."""
-        self.turns.append(self._do({"do": "steps", "steps": steps}))
+    def run_turn(self, step_count: int) -> None:
+        """Train `step_count` measured steps."""
+        self.turns.append(self._send_order({"do": "steps", "steps": step_count}))
 
-    def compare(self) -> None:
+    def compare_with_pytorch(self) -> None:
         """Compare the variant with plain PyTorch."""
-        self.parity = self._do({"do": "compare"})["parity"]
+        self.parity = self._send_order({"do": "compare"})["parity"]
 
-    def _do(self, order: dict[str, object]) -> Json:
+    def _send_order(self, order: dict[str, object]) -> Json:
         """Write an order, and return its answer."""
-        self._number += 1
-        write_json_atomically(self.run.order, {"number": self._number, **order})
-        return self._answer()
+        self._order_number += 1
+        write_json_atomically(self.run.order, {"number": self._order_number, **order})
+        return self._wait_for_answer()
 
-    def _answer(self) -> dict[str, object]:
+    def _wait_for_answer(self) -> dict[str, object]:
         """Wait for the next line of results, and return it."""
         while True:
             lines = (
@@ -100,36 +100,38 @@ class VariantJob:
                 else [""]
             )
             # The text after the last newline may be a line that is still being written.
-            if len(lines) - 1 > self._read:
-                self._read += 1
-                answer: Json = json.loads(lines[self._read - 1])
+            if len(lines) - 1 > self._read_line_count:
+                self._read_line_count += 1
+                answer: Json = json.loads(lines[self._read_line_count - 1])
                 return answer
-            self._check()
+            self._raise_if_ended()
             time.sleep(_POLL_SECONDS)
 
-    def _check(self) -> None:
+    def _raise_if_ended(self) -> None:
         """Raise Failed if the job has ended."""
-        assert self.variant.resolved is not None
-        launcher = load_backend(self.variant.resolved.plan.launcher)
+        assert self.variant.resolved_run is not None
+        launcher = load_backend(self.variant.resolved_run.plan.launcher)
         if launcher.state(self._job) is not JobState.RUNNING:
             job = self._job
             self._job = None
-            end = classify_run_end(
+            run_end = classify_run_end(
                 self.run, launcher.wait(job), None, job.foreign_signal, job.oom_kills
             )
-            raise Failed(end.text if end.status else "it ended early without an error")
+            raise VariantFailedError(
+                run_end.text if run_end.status else "it ended early without an error"
+            )
 
-    def leave(self) -> None:
+    def end_or_cancel(self) -> None:
         """Let the job end by itself, and cancel it if it does not."""
-        if not self.alive or self.variant.resolved is None:
+        if not self.is_running or self.variant.resolved_run is None:
             return
-        write_json_atomically(self.run.order, {"number": self._number + 1, "do": "leave"})
-        launcher = load_backend(self.variant.resolved.plan.launcher)
+        write_json_atomically(self.run.order, {"number": self._order_number + 1, "do": "leave"})
+        launcher = load_backend(self.variant.resolved_run.plan.launcher)
         wait_until(lambda: launcher.state(self._job) is not JobState.RUNNING, _LEAVE_SECONDS)
-        self.cancel()
+        self.cancel_job()
 
-    def cancel(self) -> None:
+    def cancel_job(self) -> None:
         """End the job now, with all processes that it started."""
-        if self.alive and self.variant.resolved is not None:
-            load_backend(self.variant.resolved.plan.launcher).cancel(self._job)
+        if self.is_running and self.variant.resolved_run is not None:
+            load_backend(self.variant.resolved_run.plan.launcher).cancel(self._job)
             self._job = None

@@ -21,11 +21,11 @@ from ortlaunch.run_folder.folder import RunDir
 
 ENGINES = ("ort", "inductor", "eager")
 # Fields of `engine` for the comparison of inductor with plain PyTorch.
-_OF_INDUCTOR = ("parity_steps", "parity_tolerance")
+_INDUCTOR_FIELDS = ("parity_steps", "parity_tolerance")
 _VARY_FORM = (
     "write it as --vary key.path=first,second, for example --vary engine.memory_optimization=0,1"
 )
-_PAIRS = {")": "(", "]": "[", "}": "{"}
+_OPENING_BRACKETS = {")": "(", "]": "[", "}": "{"}
 
 
 class Variant(NamedTuple):
@@ -33,51 +33,60 @@ class Variant(NamedTuple):
 
     engine: str
     # `key.path=value` of each varied key.
-    chosen: tuple[str, ...]
-    resolved: ResolvedRun | None = None
+    varied_overrides: tuple[str, ...]
+    resolved_run: ResolvedRun | None = None
     # The reason; "" if the variant is not refused.
-    refused: str = ""
+    refusal: str = ""
 
     @property
     def name(self) -> str:
         """A short name for tables, such as `ort memory_optimization=1`."""
-        choices = (text.partition("=") for text in self.chosen)
+        override_parts = (text.partition("=") for text in self.varied_overrides)
         return " ".join(
-            [self.engine, *(f"{key.rpartition('.')[2]}={value}" for key, _, value in choices)]
+            [
+                self.engine,
+                *(f"{key.rpartition('.')[2]}={value}" for key, _, value in override_parts),
+            ]
         )
 
     @property
-    def slug(self) -> str:
+    def folder_name(self) -> str:
         """The name in a form for folders."""
         return re.sub(r"[^A-Za-z0-9._=-]+", "-", self.name).strip("-")
 
-    def overrides(self, before: Engine) -> tuple[str, ...]:
-        """Return the overrides that make this variant of a recipe; `before`: its section `engine`."""
+    def recipe_overrides(self, engine_section: Engine) -> tuple[str, ...]:
+        """Return the overrides that make this variant of a recipe; `engine_section`: its section `engine`."""
         # No fallback: plain PyTorch must not be measured under ort's name.
-        strict = ("engine.allow_fallback=false",) if self.engine == "ort" else ()
-        return (*engine_overrides(self.engine, before), *strict, *self.chosen)
+        fallback_override = ("engine.allow_fallback=false",) if self.engine == "ort" else ()
+        return (
+            *engine_overrides(self.engine, engine_section),
+            *fallback_override,
+            *self.varied_overrides,
+        )
 
 
-def engine_overrides(engine: str, before: Engine, parity: bool = False) -> tuple[str, ...]:
+def engine_overrides(
+    engine_name: str, engine_section: Engine, keeps_parity_fields: bool = False
+) -> tuple[str, ...]:
     """Return overrides that replace the recipe's engine, and drop fields of ort for other engines.
 
     Args:
-        engine: the new engine.
-        before: the recipe's section `engine`.
-        parity: whether inductor keeps the fields of its comparison with plain PyTorch.
+        engine_name: the new engine.
+        engine_section: the recipe's section `engine_name`.
+        keeps_parity_fields: whether inductor keeps the fields of its comparison with plain PyTorch.
     """
-    if engine == "ort":
+    if engine_name == "ort":
         return ("engine.name=ort",)
-    fields = {
+    kept_fields = {
         "matmul_precision",
         "chunked_loss",
-        *(_OF_INDUCTOR if parity and engine == "inductor" else ()),
+        *(_INDUCTOR_FIELDS if keeps_parity_fields and engine_name == "inductor" else ()),
     }
-    kept = before.model_dump(include=fields, exclude_defaults=True)
-    return (f"engine={json.dumps({'name': engine, **kept})}",)
+    kept_values = engine_section.model_dump(include=kept_fields, exclude_defaults=True)
+    return (f"engine={json.dumps({'name': engine_name, **kept_values})}",)
 
 
-def variants(engines: Sequence[str], vary: Sequence[str]) -> list[Variant]:
+def combine_variants(engine_names: Sequence[str], vary_options: Sequence[str]) -> list[Variant]:
     """Return a variant for each combination of an engine and a value of every varied key.
 
     Variants that differ only in the engine are neighbours; otherwise the order is the given one.
@@ -86,64 +95,73 @@ def variants(engines: Sequence[str], vary: Sequence[str]) -> list[Variant]:
         InputError: an engine is unknown or given twice, a `--vary` is not of the form
             `key=values`, or two variants are the same.
     """
-    unknown = [engine for engine in engines if engine not in ENGINES]
-    if unknown or len(set(engines)) < len(engines):
+    unknown_engines = [engine for engine in engine_names if engine not in ENGINES]
+    if unknown_engines or len(set(engine_names)) < len(engine_names):
         raise InputError(
-            f"--engines {','.join(engines)}: give one or more of {', '.join(ENGINES)}, each once"
+            f"--engines {','.join(engine_names)}: give one or more of {', '.join(ENGINES)}, each once"
         )
-    choices = [_choices(text) for text in vary]
-    found = [
-        Variant(engine, chosen) for chosen in itertools.product(*choices) for engine in engines
+    overrides_by_option = [_parse_vary_option(text) for text in vary_options]
+    combined_variants = [
+        Variant(engine, varied_overrides)
+        for varied_overrides in itertools.product(*overrides_by_option)
+        for engine in engine_names
     ]
     # Slugs are compared, because each variant needs its own folder.
-    names = [variant.slug for variant in found]
-    twice = next((variant.name for variant in found if names.count(variant.slug) > 1), None)
-    if twice:
-        raise InputError(f"--vary: {twice} is given twice")
-    return found
+    folder_names = [variant.folder_name for variant in combined_variants]
+    repeated_name = next(
+        (
+            variant.name
+            for variant in combined_variants
+            if folder_names.count(variant.folder_name) > 1
+        ),
+        None,
+    )
+    if repeated_name:
+        raise InputError(f"--vary: {repeated_name} is given twice")
+    return combined_variants
 
 
-def _choices(text: str) -> list[str]:
-    key, equals, values = text.partition("=")
-    found = list(split_values(values))
-    if not equals or not key.strip() or not all(found):
-        raise InputError(f"--vary {text}: {_VARY_FORM}")
+def _parse_vary_option(vary_option: str) -> list[str]:
+    key, equals_sign, values = vary_option.partition("=")
+    value_texts = list(split_top_level_commas(values))
+    if not equals_sign or not key.strip() or not all(value_texts):
+        raise InputError(f"--vary {vary_option}: {_VARY_FORM}")
     # An override of the engine would contradict the variant's name.
     if key.strip() in ("engine", "engine.name"):
-        raise InputError(f"--vary {text}: use --engines to choose engines")
-    return [f"{key.strip()}={value}" for value in found]
+        raise InputError(f"--vary {vary_option}: use --engines to choose engines")
+    return [f"{key.strip()}={value}" for value in value_texts]
 
 
-def split_values(text: str) -> Iterator[str]:
+def split_top_level_commas(text: str) -> Iterator[str]:
     """Split `0,{a: [1, 2]},x` into `0`, `{a: [1, 2]}` and `x`.
 
     Commas inside brackets and quotes separate nothing.
     """
-    piece = ""
-    within: list[str] = []
+    value_text = ""
+    open_brackets: list[str] = []
     for character in text:
-        if within and within[-1] in "'\"":
-            if character == within[-1]:
-                within.pop()
+        if open_brackets and open_brackets[-1] in "'\"":
+            if character == open_brackets[-1]:
+                open_brackets.pop()
         elif character in "'\"([{":
-            within.append(character)
-        elif within and within[-1] == _PAIRS.get(character):
-            within.pop()
-        elif character == "," and not within:
-            yield piece.strip()
-            piece = ""
+            open_brackets.append(character)
+        elif open_brackets and open_brackets[-1] == _OPENING_BRACKETS.get(character):
+            open_brackets.pop()
+        elif character == "," and not open_brackets:
+            yield value_text.strip()
+            value_text = ""
             continue
-        piece += character
-    yield piece.strip()
+        value_text += character
+    yield value_text.strip()
 
 
-def resolve_variant(variant: Variant, base: ResolvedRun) -> Variant:
+def resolve_variant(variant: Variant, base_run: ResolvedRun) -> Variant:
     """Return the variant with its plan, or with the reason why it cannot run here."""
     try:
-        overrides = variant.overrides(base.file.recipe.engine)
-        resolved = base.with_overrides(*overrides).with_task("bench")
-        doctor.require(resolved.file.recipe, resolved.world)
-        check_launcher(resolved.world, RunDir(variant.slug))
+        overrides = variant.recipe_overrides(base_run.recipe_file.recipe.engine)
+        resolved_run = base_run.apply_overrides(*overrides).replace_task("bench")
+        doctor.require_everything_installed(resolved_run.recipe_file.recipe, resolved_run.world)
+        check_launcher(resolved_run.world, RunDir(variant.folder_name))
     except InputError as error:
-        return variant._replace(refused=str(error))
-    return variant._replace(resolved=resolved)
+        return variant._replace(refusal=str(error))
+    return variant._replace(resolved_run=resolved_run)

@@ -28,7 +28,7 @@ from ortlaunch.output import guard_standard_output, output_columns
 from ortlaunch.units import wrap_lines
 
 # The option for the output folder, if it is not --run-dir; error messages suggest it.
-_PLACES = {
+_FOLDER_OPTIONS = {
     "bench": "--out",
     "import": "--to",
     "report": "--to",
@@ -93,8 +93,8 @@ for name, family in (
 
 
 # The option is eager: it works without a verb, which is otherwise required.
-def _version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
         from ortlaunch.version import __version__
 
         typer.echo(__version__)
@@ -104,7 +104,10 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
     ] = False,
 ) -> None:
     """Options of the command itself."""
@@ -116,8 +119,8 @@ def main() -> None:
     gc.disable()
     with guard_standard_output():
         try:
-            _refuse_undecodable(sys.argv[1:])
-            sys.argv[1:] = filterfalse(_is_of_a_launcher, sys.argv[1:])
+            _refuse_undecodable_arguments(sys.argv[1:])
+            sys.argv[1:] = filterfalse(_is_local_rank_argument, sys.argv[1:])
             app(prog_name="ortlaunch")
         # Printed without a prefix: their lines begin with file:line:column, for editors.
         except (RecipeError, HostfileError) as error:
@@ -125,32 +128,37 @@ def main() -> None:
         except OrtlaunchError as error:
             sys.exit(_print_error(f"ortlaunch: {error}", error))
         except OSError as error:
-            told = explain_os_error(error, _PLACES.get("".join(sys.argv[1:2]), "--run-dir"))
+            input_error = explain_os_error(
+                error, _FOLDER_OPTIONS.get("".join(sys.argv[1:2]), "--run-dir")
+            )
             # An unknown error is a bug, so its traceback is needed.
-            if told is None:
+            if input_error is None:
                 raise
-            sys.exit(_print_error(f"ortlaunch: {told}", told))
+            sys.exit(_print_error(f"ortlaunch: {input_error}", input_error))
         finally:
             # Then the interpreter's last collections have no objects to visit.
             gc.freeze()
 
 
-def _print_error(text: str, error: OrtlaunchError) -> int:
+def _print_error(message: str, error: OrtlaunchError) -> int:
     # A process of this command may have printed the message itself; the error's own is then empty.
     if str(error):
         # In a pipe or a file an error is one line, for editors and scripts.
-        print(wrap_lines(text, output_columns()) if sys.stderr.isatty() else text, file=sys.stderr)
+        print(
+            wrap_lines(message, output_columns()) if sys.stderr.isatty() else message,
+            file=sys.stderr,
+        )
     return error.exit_status
 
 
-def _is_of_a_launcher(word: str) -> bool:
+def _is_local_rank_argument(argument: str) -> bool:
     """Return whether a word is the local rank that DeepSpeed's launcher, or torch's old one, adds."""
     # It says the same as the variable, and may come before the verb.
-    name, _, value = word.replace("_", "-").partition("=")
-    return name == "--local-rank" and value == os.environ.get("LOCAL_RANK")
+    option_name, _, value = argument.replace("_", "-").partition("=")
+    return option_name == "--local-rank" and value == os.environ.get("LOCAL_RANK")
 
 
-def _refuse_undecodable(words: list[str]) -> None:
+def _refuse_undecodable_arguments(arguments: list[str]) -> None:
     """Check that every argument is valid text in the shell's encoding.
 
     Raises:
@@ -158,10 +166,12 @@ def _refuse_undecodable(words: list[str]) -> None:
     """
     # Such an argument could not be written into the run folder. Python replaces each undecodable
     # byte with a lone surrogate from U+DC80 to U+DCFF.
-    for word in words:
-        if not word.isascii() and any("\udc80" <= character <= "\udcff" for character in word):
+    for argument in arguments:
+        if not argument.isascii() and any(
+            "\udc80" <= character <= "\udcff" for character in argument
+        ):
             raise InputError(
-                f"{word!a} is not text in this shell's encoding "
+                f"{argument!a} is not text in this shell's encoding "
                 f"({sys.getfilesystemencoding()}); give it in UTF-8, "
                 "with LC_ALL=C.UTF-8 or PYTHONUTF8=1 in the environment"
             )

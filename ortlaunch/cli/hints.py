@@ -16,18 +16,22 @@ from ortlaunch.cli.summaries import SUMMARIES
 from ortlaunch.errors import InputError
 
 # Suggestions for verbs of other tools.
-_TRAIN = "train RECIPE"
-_EVALUATION = "evaluate RUN_FOLDER; train evaluates at its end and every train.evaluate_every_steps"
-_EXPORT = (
+_TRAIN_HINT = "train RECIPE"
+_EVALUATION_HINT = (
+    "evaluate RUN_FOLDER; train evaluates at its end and every train.evaluate_every_steps"
+)
+_EXPORT_HINT = (
     "export RUN_FOLDER; every training writes its model for transformers to export/ in the run "
     "folder"
 )
-_RESULT = "train: every training writes its model for transformers to export/ in the run folder"
-_VERBS = {
-    **dict.fromkeys(("run", "launch", "start", "fit", "finetune", "pretrain", "sft"), _TRAIN),
-    **dict.fromkeys(("eval", "test"), _EVALUATION),
-    **dict.fromkeys(("onnx", "convert", "merge"), _EXPORT),
-    **dict.fromkeys(("save", "predict", "infer", "serve"), _RESULT),
+_RESULT_HINT = (
+    "train: every training writes its model for transformers to export/ in the run folder"
+)
+_HINT_BY_VERB = {
+    **dict.fromkeys(("run", "launch", "start", "fit", "finetune", "pretrain", "sft"), _TRAIN_HINT),
+    **dict.fromkeys(("eval", "test"), _EVALUATION_HINT),
+    **dict.fromkeys(("onnx", "convert", "merge"), _EXPORT_HINT),
+    **dict.fromkeys(("save", "predict", "infer", "serve"), _RESULT_HINT),
     **dict.fromkeys(("chat", "sample", "complete"), "generate RUN_FOLDER PROMPT"),
     **dict.fromkeys(("resume", "continue"), "train RUN_FOLDER/recipe.yaml --run-dir RUN_FOLDER"),
     **dict.fromkeys(("check", "lint"), "validate RECIPE"),
@@ -45,25 +49,25 @@ _VERBS = {
     "version": "--version",
 }
 # Keys of the recipe, and options of other tools, that are an option here.
-_OPTIONS = {
+_OPTION_BY_KEY = {
     "launch.processes_per_node": "--nproc-per-node", "launch.launcher": "--launcher", "out": "--to", "output": "--to",
 }  # fmt: skip
 # Other tools accept the config as an option.
-_RECIPE = "give the recipe without an option, as in `ortlaunch train RECIPE`"
-_WORDS = {
+_RECIPE_HINT = "give the recipe without an option, as in `ortlaunch train RECIPE`"
+_HINT_BY_OPTION = {
     "local_rank": "its launcher must set LOCAL_RANK, too",
-    "config": _RECIPE,
-    "config_file": _RECIPE,
-    "recipe": _RECIPE,
-    "config_path": _RECIPE,
+    "config": _RECIPE_HINT,
+    "config_file": _RECIPE_HINT,
+    "recipe": _RECIPE_HINT,
+    "config_path": _RECIPE_HINT,
 }
 
 
 # Typer's metavars, such as <list[str]>.
-_TYPE = re.compile(r"<(\w+)[^<>]*>")
-_PYDANTIC = re.compile(r"^Input should be (.*?)(, unable to .*)?$")
+_TYPE_PATTERN = re.compile(r"<(\w+)[^<>]*>")
+_PYDANTIC_MESSAGE = re.compile(r"^Input should be (.*?)(, unable to .*)?$")
 # Everything else is shown as TEXT.
-_TYPES = {"int": "NUMBER", "float": "NUMBER", "path": "PATH"}
+_METAVAR_BY_TYPE = {"int": "NUMBER", "float": "NUMBER", "path": "PATH"}
 
 
 class Verb(TyperCommand):
@@ -72,35 +76,40 @@ class Verb(TyperCommand):
     def get_help(self, ctx: Any) -> str:
         """Return Typer's help with readable types and ranges, such as TEXT for `<list[str]>`."""
         # Of the same width, so that Typer's columns stay aligned.
-        text = _TYPE.sub(
-            lambda found: _TYPES.get(found[1], "TEXT").ljust(len(found[0])), super().get_help(ctx)
+        help_text = _TYPE_PATTERN.sub(
+            lambda type_match: _METAVAR_BY_TYPE.get(type_match[1], "TEXT").ljust(
+                len(type_match[0])
+            ),
+            super().get_help(ctx),
         )
-        return re.sub(r"(\d+)<=x<=(\d+)", r"\1 to \2", text).replace("x>=", "from ")
+        return re.sub(r"(\d+)<=x<=(\d+)", r"\1 to \2", help_text).replace("x>=", "from ")
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         # Before Typer, whose message for an unknown option has no suggestion from the recipe.
-        ours = {
+        own_options = {
             name
             for option in self.get_params(ctx)
             for name in (*option.opts, *option.secondary_opts)
         }
-        for number, word in _unknown(args, ours):
-            if hint := _hint(word, args[number + 1 : number + 2], ours):
-                raise InputError(f"no such option: {word.partition('=')[0]}; {hint}")
+        for argument_index, argument in _unknown_options(args, own_options):
+            if hint := _option_suggestion(
+                argument, args[argument_index + 1 : argument_index + 2], own_options
+            ):
+                raise InputError(f"no such option: {argument.partition('=')[0]}; {hint}")
         # Other launchers accept `auto` or `gpu` here; Typer would only report no valid integer.
-        for number, word in enumerate(args):
-            name, equals, value = word.partition("=")
-            value = value if equals else "".join(args[number + 1 : number + 2])
+        for argument_index, argument in enumerate(args):
+            name, equals_sign, value = argument.partition("=")
+            value = value if equals_sign else "".join(args[argument_index + 1 : argument_index + 2])
             if name == "--nproc-per-node" and not value.strip("0").isdecimal():
-                usual = "the default is one rank per GPU, or one"
+                default_text = "the default is one rank per GPU, or one"
                 raise InputError(
-                    f"--nproc-per-node: got {value or 'nothing'}; give a number, 1 or more; {usual}"
+                    f"--nproc-per-node: got {value or 'nothing'}; give a number, 1 or more; {default_text}"
                 )
         try:
             return super().parse_args(ctx, args)
         except BadParameter as error:
             # Typer passes pydantic's message on.
-            error.message = _PYDANTIC.sub(r"it must be \1", error.message)
+            error.message = _PYDANTIC_MESSAGE.sub(r"it must be \1", error.message)
             raise
 
 
@@ -108,9 +117,9 @@ class Verbs(TyperGroup):
     """The verbs, with suggestions for mistyped ones and those of other tools."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        name = args[0]
-        if name not in self.commands and not name.startswith("-"):
-            raise InputError(_not_a_verb(args, list(self.commands), ctx.command_path))
+        verb_name = args[0]
+        if verb_name not in self.commands and not verb_name.startswith("-"):
+            raise InputError(_unknown_verb_message(args, list(self.commands), ctx.command_path))
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -121,92 +130,124 @@ class Verbs(TyperGroup):
         for group in dict.fromkeys(summary.group for summary in SUMMARIES.values()):
             with formatter.section(group):
                 formatter.write_dl(
-                    [(verb, one.text) for verb, one in SUMMARIES.items() if one.group == group]
+                    [
+                        (verb, verb_summary.text)
+                        for verb, verb_summary in SUMMARIES.items()
+                        if verb_summary.group == group
+                    ]
                 )
         return None
 
 
-def _not_a_verb(args: Sequence[str], ours: Sequence[str], above: str) -> str:
+def _unknown_verb_message(
+    arguments: Sequence[str], known_verbs: Sequence[str], command_path: str
+) -> str:
     """Return the message for an unknown verb.
 
     Args:
-        args: the arguments; the first one is the unknown verb.
-        ours: the verbs that exist.
-        above: the command that has these verbs.
+        arguments: the arguments; the first one is the unknown verb.
+        known_verbs: the verbs that exist.
+        command_path: the command that has these verbs.
     """
-    from ortlaunch.recipe.text.words import likeness
+    from ortlaunch.recipe.text.words import word_likeness
 
-    name = args[0]
-    whose = f" of {above}"
-    if above == "ortlaunch":
-        whose = ""
-        if name in _VERBS:
-            return f"no such command: {name}; the nearest is ortlaunch {_VERBS[name]}"
+    verb_name = arguments[0]
+    command_text = f" of {command_path}"
+    if command_path == "ortlaunch":
+        command_text = ""
+        if verb_name in _HINT_BY_VERB:
+            return (
+                f"no such command: {verb_name}; the nearest is ortlaunch {_HINT_BY_VERB[verb_name]}"
+            )
         # `ortlaunch my.yaml`: the verb was left out.
-        if name.endswith((".yaml", ".yml")):
-            return f"no such command: {name}; to train it: ortlaunch train {' '.join(args)}"
+        if verb_name.endswith((".yaml", ".yml")):
+            return (
+                f"no such command: {verb_name}; to train it: ortlaunch train {' '.join(arguments)}"
+            )
     # 1 is equal; words below 0.6 have too little in common.
-    near = [verb for verb in ours if likeness(name, verb) >= 0.6]
-    near.sort(key=lambda verb: -likeness(name, verb))
-    said = f"did you mean {' or '.join(near[:2])}?" if near else f"commands: {', '.join(ours)}"
-    return f"no such command: {name}{whose}; {said}"
+    similar_verbs = [verb for verb in known_verbs if word_likeness(verb_name, verb) >= 0.6]
+    similar_verbs.sort(key=lambda verb: -word_likeness(verb_name, verb))
+    suggestion = (
+        f"did you mean {' or '.join(similar_verbs[:2])}?"
+        if similar_verbs
+        else f"commands: {', '.join(known_verbs)}"
+    )
+    return f"no such command: {verb_name}{command_text}; {suggestion}"
 
 
-def _unknown(args: Sequence[str], ours: set[str]) -> Iterator[tuple[int, str]]:
+def _unknown_options(arguments: Sequence[str], own_options: set[str]) -> Iterator[tuple[int, str]]:
     """Yield index and text of every unknown long option before `--`."""
-    for number, word in enumerate(args):
+    for argument_index, argument in enumerate(arguments):
         # All arguments after it are positional.
-        if word == "--":
+        if argument == "--":
             return
-        if word.startswith("--") and word.partition("=")[0] not in ours:
-            yield number, word
+        if argument.startswith("--") and argument.partition("=")[0] not in own_options:
+            yield argument_index, argument
 
 
-def _hint(word: str, after: Sequence[str], ours: set[str]) -> str | None:
+def _option_suggestion(
+    unknown_option: str, next_arguments: Sequence[str], own_options: set[str]
+) -> str | None:
     """Return a suggestion for an unknown option; None if Typer itself suggests a similar one.
 
     Args:
-        word: the option, perhaps with =VALUE.
-        after: the next argument, if there is one.
-        ours: the options of the verb.
+        unknown_option: the option, perhaps with =VALUE.
+        next_arguments: the next argument, if there is one.
+        own_options: the options of the verb.
     """
-    from ortlaunch.recipe.fields.field_lookup import names_in, section_at
-    from ortlaunch.recipe.hints.did_you_mean import advise
+    from ortlaunch.recipe.fields.field_lookup import first_model_at_path, section_keys
+    from ortlaunch.recipe.hints.did_you_mean import advise_on_unknown_key
     from ortlaunch.recipe.hints.keys_of_other_tools import FOREIGN
-    from ortlaunch.recipe.text.place import dotted, keys
-    from ortlaunch.recipe.text.words import likeness, normal
+    from ortlaunch.recipe.text.place import format_key_path, parse_key_path
+    from ortlaunch.recipe.text.words import normalize_word, word_likeness
 
-    name, equals, value = word.lstrip("-").partition("=")
-    name = normal(name)
+    option_name, equals_sign, value = unknown_option.lstrip("-").partition("=")
+    option_name = normalize_word(option_name)
     # `--option VALUE` is understood as well as `--option=VALUE`.
-    value = value if equals else next(filter(_is_value, after), "VALUE")
-    same = next(
-        (one for one in ours if normal(one.lstrip("-")) == name or one == _OPTIONS.get(name)), None
+    value = value if equals_sign else next(filter(_looks_like_value, next_arguments), "VALUE")
+    same_option = next(
+        (
+            own_option
+            for own_option in own_options
+            if normalize_word(own_option.lstrip("-")) == option_name
+            or own_option == _OPTION_BY_KEY.get(option_name)
+        ),
+        None,
     )
-    if same:
-        return f"write {same}"
-    if name in _WORDS:
-        return _WORDS[name]
-    *section, last = keys(name)
-    if section_at(tuple(section)) and last in names_in(tuple(section)):
-        return _as_key(name, value, ours)
+    if same_option:
+        return f"write {same_option}"
+    if option_name in _HINT_BY_OPTION:
+        return _HINT_BY_OPTION[option_name]
+    *section, last_key = parse_key_path(option_name)
+    if first_model_at_path(tuple(section)) and last_key in section_keys(tuple(section)):
+        return _recipe_key_suggestion(option_name, value, own_options)
     # A mistyped option of the verb: Typer's own suggestion is right.
-    if name not in FOREIGN and max(likeness(option.lstrip("-"), name) for option in ours) > 0.8:
+    if (
+        option_name not in FOREIGN
+        and max(word_likeness(option.lstrip("-"), option_name) for option in own_options) > 0.8
+    ):
         return None
-    advice = advise(str(last), tuple(section))
-    target = dotted(advice.target) if advice.target else ""
-    if target and (advice.sure or target in _OPTIONS or advice.text.endswith(f"use {target}")):
-        return _as_key(target, value, ours)
-    is_near = advice.target is not None and likeness(str(advice.target[-1]), name) >= 0.7
-    return advice.text if name in FOREIGN or is_near else None
+    advice = advise_on_unknown_key(str(last_key), tuple(section))
+    target_key = format_key_path(advice.target_path) if advice.target_path else ""
+    if target_key and (
+        advice.is_certain
+        or target_key in _OPTION_BY_KEY
+        or advice.text.endswith(f"use {target_key}")
+    ):
+        return _recipe_key_suggestion(target_key, value, own_options)
+    is_near = (
+        advice.target_path is not None
+        and word_likeness(str(advice.target_path[-1]), option_name) >= 0.7
+    )
+    return advice.text if option_name in FOREIGN or is_near else None
 
 
-def _is_value(text: str) -> bool:
+def _looks_like_value(text: str) -> bool:
     return not text.startswith("-") and "=" not in text and not text.endswith((".yaml", ".yml"))
 
 
-def _as_key(key: str, value: str, ours: set[str]) -> str:
-    option = _OPTIONS.get(key)
-    if option in ours:
+def _recipe_key_suggestion(recipe_key: str, value: str, own_options: set[str]) -> str:
+    option = _OPTION_BY_KEY.get(recipe_key)
+    if option in own_options:
         return f"use {option} {value}"
-    return f"give a key of the recipe without dashes: {key}={value}"
+    return f"give a key of the recipe without dashes: {recipe_key}={value}"

@@ -13,12 +13,12 @@ import typer
 from ortlaunch.launchers import reason_launcher_is_refused
 
 
-def shipped_recipes(incomplete: str) -> list[str]:
+def shipped_recipes(name_prefix: str) -> list[str]:
     """Return the names of shipped recipes with a prefix, for the shell's completion."""
     # The shell adds the files itself.
-    from ortlaunch.resolve.shipped import names
+    from ortlaunch.resolve.shipped import shipped_recipe_names
 
-    return [name for name in names() if name.startswith(incomplete)]
+    return [name for name in shipped_recipe_names() if name.startswith(name_prefix)]
 
 
 RecipePath = Annotated[
@@ -32,10 +32,10 @@ RecipePath = Annotated[
 ]
 
 
-def _checkpoint_step(text: str) -> int | str:
-    if text != "best" and not (text.isdecimal() and int(text)):
-        raise typer.BadParameter(f"got {text!r}; a step from 1 on, or best")
-    return text if text == "best" else int(text)
+def _parse_checkpoint_step(step_text: str) -> int | str:
+    if step_text != "best" and not (step_text.isdecimal() and int(step_text)):
+        raise typer.BadParameter(f"got {step_text!r}; a step from 1 on, or best")
+    return step_text if step_text == "best" else int(step_text)
 
 
 CheckpointStepOption = Annotated[
@@ -44,7 +44,7 @@ CheckpointStepOption = Annotated[
     typer.Option(
         "--step",
         metavar="STEP|best",
-        parser=_checkpoint_step,
+        parser=_parse_checkpoint_step,
         help="Step of the checkpoint; best: that of checkpoint.keep_best; the newest by default.",
         show_default=False,
     ),
@@ -120,7 +120,7 @@ DryRun = Annotated[
 
 
 @contextlib.contextmanager
-def failed_process() -> Iterator[None]:
+def exit_with_status_of_process() -> Iterator[None]:
     """Exit with the status of a process that has failed and printed why."""
     from ortlaunch.errors import RunError
 
@@ -130,20 +130,24 @@ def failed_process() -> Iterator[None]:
         raise typer.Exit(error.exit_status) from None
 
 
-def port_range(ports: str | None) -> tuple[int, int] | None:
+def parse_port_range(range_text: str | None) -> tuple[int, int] | None:
     """Return the two ends of `LOW-HIGH`; None for None.
 
     Raises:
         typer.BadParameter: the text is not a range of ports.
     """
-    if ports is None:
+    if range_text is None:
         return None
-    low, _, high = ports.partition("-")
-    if not (low.isdecimal() and high.isdecimal() and 0 < int(low) <= int(high) <= 65535):
+    first_port, _, last_port = range_text.partition("-")
+    if not (
+        first_port.isdecimal()
+        and last_port.isdecimal()
+        and 0 < int(first_port) <= int(last_port) <= 65535
+    ):
         raise typer.BadParameter(
-            f"got {ports}; two ports from 1 to 65535, as 40000-50000", param_hint="--ports"
+            f"got {range_text}; two ports from 1 to 65535, as 40000-50000", param_hint="--ports"
         )
-    return int(low), int(high)
+    return int(first_port), int(last_port)
 
 
 def _launch_options(
@@ -179,30 +183,36 @@ def _launch_options(
     # Imported here, as in all verbs: `--help` must not load the planning.
     from ortlaunch.planning.world import LaunchOptions
 
-    if refused := reason_launcher_is_refused(launcher):
-        raise typer.BadParameter(refused, param_hint="--launcher")
+    if refusal := reason_launcher_is_refused(launcher):
+        raise typer.BadParameter(refusal, param_hint="--launcher")
     # Only the command line reads it: commands.jsonl and the command that continues a run.
     return LaunchOptions(
         launcher, nproc_per_node, hostfile, include, exclude, typed=tuple(sys.argv)
     )
 
 
-def with_launch_options(verb: Callable[..., None]) -> Callable[..., None]:
+def add_launch_options(verb: Callable[..., None]) -> Callable[..., None]:
     """Replace a verb's parameter `options` by the options for launcher, hosts and ranks."""
-    shared = inspect.signature(_launch_options).parameters
-    own = inspect.signature(verb).parameters
+    shared_parameters = inspect.signature(_launch_options).parameters
+    verb_parameters = inspect.signature(verb).parameters
 
     # `wraps` keeps name and docstring, which Typer shows as verb and help.
     @functools.wraps(verb)
-    def with_options(**given: Any) -> None:
-        options = _launch_options(**{name: given.pop(name) for name in shared})
-        verb(**given, options=options)
+    def call_with_options(**arguments: Any) -> None:
+        options = _launch_options(**{name: arguments.pop(name) for name in shared_parameters})
+        verb(**arguments, options=options)
 
     # The shared options replace `options` at its position, which is their position in --help.
-    together = [
-        one for name in own for one in (shared.values() if name == "options" else [own[name]])
+    all_parameters = [
+        parameter
+        for name in verb_parameters
+        for parameter in (
+            shared_parameters.values() if name == "options" else [verb_parameters[name]]
+        )
     ]
     # Typer reads both: the annotations and the signature.
-    with_options.__annotations__ = {one.name: one.annotation for one in together}
-    vars(with_options)["__signature__"] = inspect.Signature(together)
-    return with_options
+    call_with_options.__annotations__ = {
+        parameter.name: parameter.annotation for parameter in all_parameters
+    }
+    vars(call_with_options)["__signature__"] = inspect.Signature(all_parameters)
+    return call_with_options

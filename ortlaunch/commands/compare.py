@@ -9,12 +9,12 @@ from ortlaunch.errors import InputError
 from ortlaunch.json_types import Json
 from ortlaunch.other_runs.status import read_status
 from ortlaunch.recipe import read_resolved
-from ortlaunch.recipe.rules.resume_rules import leaves
+from ortlaunch.recipe.rules.resume_rules import changed_leaves
 from ortlaunch.run_folder import origin
 from ortlaunch.run_folder.folder import RunDir
 
 
-def compare(first: RunDir, second: RunDir) -> list[str]:
+def compare_runs(first_run: RunDir, second_run: RunDir) -> list[str]:
     """Return a line for each difference of two runs: recipe, world, data, code, packages, result.
 
     Data are compared by the newest checkpoints, which record them as they were read.
@@ -22,41 +22,51 @@ def compare(first: RunDir, second: RunDir) -> list[str]:
     Raises:
         InputError: a folder is no run's, or the run has not begun.
     """
-    results = _result(first), _result(second)
-    changes = origin.origin_changes(_origin(first), _origin(second))
+    results = _result_values(first_run), _result_values(second_run)
+    origin_changes = origin.origin_changes(_newest_origin(first_run), _newest_origin(second_run))
     return [
-        *(change.text for change in changes),
-        *_modules(first, second),
-        *(f"{name}: {_change(old, new)}" for name, old, new in leaves(*results)),
+        *(change.change_text for change in origin_changes),
+        *_module_differences(first_run, second_run),
+        *(
+            f"{name}: {_change_text(old_value, new_value)}"
+            for name, old_value, new_value in changed_leaves(*results)
+        ),
     ]
 
 
-def _change(old: object, new: object) -> str:
+def _change_text(old_value: object, new_value: object) -> str:
     """Return two values as text, with six digits unless these are the same."""
-    short = [f"{each:.6g}" if isinstance(each, float) else json.dumps(each) for each in (old, new)]
-    return " -> ".join(short if short[0] != short[1] else map(json.dumps, (old, new)))
+    short_texts = [
+        f"{value:.6g}" if isinstance(value, float) else json.dumps(value)
+        for value in (old_value, new_value)
+    ]
+    return " -> ".join(
+        short_texts if short_texts[0] != short_texts[1] else map(json.dumps, (old_value, new_value))
+    )
 
 
-def _origin(run: RunDir) -> Json:
+def _newest_origin(run: RunDir) -> Json:
     if not run.plan.exists() or not run.recipe.exists():
         raise InputError(f"{run}: has not begun, so it has no record to compare")
-    saved = run.complete_checkpoints()
-    made = origin.read_checkpoint_origin(saved[-1][1]) if saved else None
-    return made or origin.origin_of_run(run, read_resolved(run.recipe))
-
-
-def _modules(first: RunDir, second: RunDir) -> Iterator[str]:
-    """Yield a line for each file of the user's code that differs."""
-    before, after = (
-        {path.relative_to(run.modules): path.read_bytes() for path in run.modules.rglob("*.py")}
-        for run in (first, second)
+    complete_checkpoints = run.complete_checkpoints()
+    recorded_origin = (
+        origin.read_checkpoint_origin(complete_checkpoints[-1][1]) if complete_checkpoints else None
     )
-    for name, old, new in leaves(before, after):
-        how = "only in the first run" if new is None else "only in the second run"
-        yield f"modules/{name}: {how if None in (old, new) else 'other content'}"
+    return recorded_origin or origin.origin_of_run(run, read_resolved(run.recipe))
 
 
-def _result(run: RunDir) -> Json:
+def _module_differences(first_run: RunDir, second_run: RunDir) -> Iterator[str]:
+    """Yield a line for each file of the user's code that differs."""
+    first_files, second_files = (
+        {path.relative_to(run.modules): path.read_bytes() for path in run.modules.rglob("*.py")}
+        for run in (first_run, second_run)
+    )
+    for name, old_bytes, new_bytes in changed_leaves(first_files, second_files):
+        difference_text = "only in the first run" if new_bytes is None else "only in the second run"
+        yield f"modules/{name}: {difference_text if None in (old_bytes, new_bytes) else 'other content'}"
+
+
+def _result_values(run: RunDir) -> Json:
     status = read_status(run)
     return {
         "state": status.state.value,

@@ -12,60 +12,76 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ortlaunch import tasks
-from ortlaunch.commands.export import chosen_step
+from ortlaunch.commands.export import requested_or_newest_step
 from ortlaunch.errors import InputError
-from ortlaunch.recipe import load, to_yaml
+from ortlaunch.recipe import dump_recipe_yaml, load_recipe
 from ortlaunch.run_folder.device_folder import DeviceFolder
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.run_folder.held import hold_checkpoint
 from ortlaunch.tasks import DeviceRequest, ImportRequest
 
 # Fields of the recipe that can change on a device; the others are fixed in the graphs.
-_OPEN = ("data", "batch.micro_size", "train.max_steps", "train.epochs", "optimizer.learning_rate", "schedule", "seed",
-         "log.every_steps")  # fmt: skip
+_SETTABLE_KEYS = (
+    "data",
+    "batch.micro_size",
+    "train.max_steps",
+    "train.epochs",
+    "optimizer.learning_rate",
+    "schedule",
+    "seed",
+    "log.every_steps",
+)
 # Bytes 4 to 7 of onnxruntime's checkpoints.
-_MARK = b"ODTC"
+_CHECKPOINT_MARK = b"ODTC"
 
 
-def export(request: DeviceRequest) -> int:
+def export_for_device(request: DeviceRequest) -> int:
     """Write a model for onnxruntime alone into a new folder; return the status as `start` does."""
-    _require_new(request.to)
-    return start(request, None)
+    _refuse_existing_path(request.to)
+    return start_device_verb(request, None)
 
 
-def import_checkpoint(
-    artifacts: Path, checkpoint: Path | None, folder: Path, step: int | None, to: Path
+def import_device_checkpoint(
+    artifacts_path: Path,
+    device_checkpoint: Path | None,
+    run_folder: Path,
+    requested_step: int | None,
+    new_folder: Path,
 ) -> int:
     """Write a device's weights as a checkpoint and an export of a run; return as `start` does.
 
     Args:
-        artifacts: the folder of the artifacts.
-        checkpoint: a device's checkpoint, or an average; None: the artifacts' own.
-        folder: the run's folder.
-        step: the run's checkpoint with everything that a device does not train; None: the newest.
-        to: a new folder.
+        artifacts_path: the folder of the artifacts.
+        device_checkpoint: a device's checkpoint, or an average; None: the artifacts' own.
+        run_folder: the run's folder.
+        requested_step: the run's checkpoint with everything that a device does not train; None: the newest.
+        create_bench_folder: a new folder.
 
     Raises:
-        InputError: there are no artifacts, no run or no checkpoint, or `to` exists.
+        InputError: there are no artifacts, no run or no checkpoint, or `create_bench_folder` exists.
     """
-    _require_new(str(to))
-    place = _artifacts(str(artifacts))
-    chosen = checkpoint or place.checkpoint
-    _require_checkpoints([str(chosen)])
-    run = RunDir(folder)
+    _refuse_existing_path(str(new_folder))
+    device_folder = _open_artifacts(str(artifacts_path))
+    checkpoint_path = device_checkpoint or device_folder.checkpoint
+    _refuse_missing_checkpoints([str(checkpoint_path)])
+    run = RunDir(run_folder)
     # A training may still run: the checkpoint must not be deleted meanwhile.
-    with hold_checkpoint(run, lambda: chosen_step(run, step)) as found:
+    with hold_checkpoint(run, lambda: requested_or_newest_step(run, requested_step)) as run_step:
         return tasks.run_task_alone(
-            ImportRequest(str(place), str(chosen), str(run), found, str(to))
+            ImportRequest(
+                str(device_folder), str(checkpoint_path), str(run), run_step, str(new_folder)
+            )
         )
 
 
-def _require_new(to: str | None) -> None:
-    if to and Path(to).exists():
-        raise InputError(f"{to} exists already; remove it, or give another folder with --to")
+def _refuse_existing_path(target_path: str | None) -> None:
+    if target_path and Path(target_path).exists():
+        raise InputError(
+            f"{target_path} exists already; remove it, or give another folder with --to"
+        )
 
 
-def average(request: DeviceRequest) -> int:
+def average_checkpoints(request: DeviceRequest) -> int:
     """Write the mean of several clients' checkpoints; return the status as `start` does."""
     if len(request.checkpoints) < 2:
         raise InputError(
@@ -75,10 +91,10 @@ def average(request: DeviceRequest) -> int:
         raise InputError(
             f"--weights: got {len(request.weights)} for {len(request.checkpoints)} checkpoints"
         )
-    return start(request, None)
+    return start_device_verb(request, None)
 
 
-def start(request: DeviceRequest, overrides: tuple[str, ...] | None) -> int:
+def start_device_verb(request: DeviceRequest, overrides: tuple[str, ...] | None) -> int:
     """Start the requested verb, and return the exit status of its process.
 
     Args:
@@ -88,76 +104,84 @@ def start(request: DeviceRequest, overrides: tuple[str, ...] | None) -> int:
         InputError: there are no artifacts, no checkpoint or no folder for the result, or an
             override is not possible on a device.
     """
-    place = _artifacts(request.artifacts)
+    device_folder = _open_artifacts(request.artifacts)
     # A training on the device continues its own checkpoint, unless the user gives another one.
-    own = str(place.checkpoint)
-    start_from = request.checkpoint or own
-    request = request._replace(checkpoint=start_from, to=request.to or own)
-    _require_checkpoints(request.checkpoints or (start_from,))
+    own_checkpoint = str(device_folder.checkpoint)
+    start_checkpoint = request.checkpoint or own_checkpoint
+    request = request._replace(checkpoint=start_checkpoint, to=request.to or own_checkpoint)
+    _refuse_missing_checkpoints(request.checkpoints or (start_checkpoint,))
     if request.verb in ("train", "average"):
-        _make_place(Path(request.to or ""), own)
+        _create_result_folder(Path(request.to or ""), own_checkpoint)
     if overrides is not None:
-        request = request._replace(recipe=_recipe(place, overrides))
+        request = request._replace(recipe=_device_recipe_text(device_folder, overrides))
     return tasks.run_task_alone(request)
 
 
-def _artifacts(folder: str) -> DeviceFolder:
-    place = DeviceFolder(folder)
-    if missing := place.missing_files():
+def _open_artifacts(artifacts_path: str) -> DeviceFolder:
+    device_folder = DeviceFolder(artifacts_path)
+    if missing := device_folder.missing_files():
         raise InputError(
-            f"{place} is not a folder of training artifacts: it lacks {', '.join(missing)}; "
+            f"{device_folder} is not a folder of training artifacts: it lacks {', '.join(missing)}; "
             "ortlaunch export RUN --format ondevice writes one"
         )
-    return place
+    return device_folder
 
 
-def _require_checkpoints(paths: Iterable[str]) -> None:
-    for path in paths:
+def _refuse_missing_checkpoints(checkpoint_paths: Iterable[str]) -> None:
+    for path in checkpoint_paths:
         if not Path(path).is_file():
             raise InputError(f"no such checkpoint: {path}")
 
 
-def _make_place(to: Path, own: str) -> None:
+def _create_result_folder(result_path: Path, own_checkpoint: str) -> None:
     """Create the folder of the result before any work: without one, the result would be lost.
 
     Raises:
         InputError: the file cannot be written, or exists and is no checkpoint.
     """
-    if to.is_dir():
+    if result_path.is_dir():
         raise InputError(
-            f"--to: {to} is a folder; give the file of a checkpoint, as {to / 'checkpoint'}"
+            f"--to: {result_path} is a folder; give the file of a checkpoint, as {result_path / 'checkpoint'}"
         )
     # Replacing a checkpoint is normal, replacing any other file would be a mistake.
-    if str(to) != own and to.exists() and not _is_checkpoint(to):
+    if (
+        str(result_path) != own_checkpoint
+        and result_path.exists()
+        and not _is_checkpoint(result_path)
+    ):
         raise InputError(
-            f"--to: {to} exists already, and is not a checkpoint of onnxruntime; give another file"
+            f"--to: {result_path} exists already, and is not a checkpoint of onnxruntime; give another file"
         )
     try:
-        to.parent.mkdir(parents=True, exist_ok=True)
-        if not os.access(to.parent, os.W_OK | os.X_OK):
+        result_path.parent.mkdir(parents=True, exist_ok=True)
+        if not os.access(result_path.parent, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise InputError(
-            f"--to: cannot write in {to.parent}: {error.strerror}; give another file"
+            f"--to: cannot write in {result_path.parent}: {error.strerror}; give another file"
         ) from None
 
 
-def _is_checkpoint(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(8)[4:] == _MARK
+def _is_checkpoint(file_path: Path) -> bool:
+    with file_path.open("rb") as file:
+        return file.read(8)[4:] == _CHECKPOINT_MARK
 
 
-def _recipe(place: DeviceFolder, overrides: tuple[str, ...]) -> str:
+def _device_recipe_text(device_folder: DeviceFolder, overrides: tuple[str, ...]) -> str:
     """Return the artifacts' recipe with their tokenizer and the typed overrides."""
-    for word in overrides:
+    for override in overrides:
         # A leading `+` is no part of the name.
-        key = word.partition("=")[0].lstrip("+")
-        if not any(key == name or key.startswith(f"{name}.") for name in _OPEN):
+        key = override.partition("=")[0].lstrip("+")
+        if not any(key == name or key.startswith(f"{name}.") for name in _SETTABLE_KEYS):
             raise InputError(
-                f"{word}: is fixed in the artifacts; on a device these can be set: "
-                f"{', '.join(_OPEN)}"
+                f"{override}: is fixed in the artifacts; on a device these can be set: "
+                f"{', '.join(_SETTABLE_KEYS)}"
             )
-    own = (
-        (f"data.tokenizer={json.dumps(str(place.path.absolute()))}",) if place.has_tokenizer else ()
+    tokenizer_override = (
+        (f"data.tokenizer={json.dumps(str(device_folder.path.absolute()))}",)
+        if device_folder.has_tokenizer
+        else ()
     )
-    return to_yaml(load(place.recipe, (*own, *overrides)).recipe)
+    return dump_recipe_yaml(
+        load_recipe(device_folder.recipe, (*tokenizer_override, *overrides)).recipe
+    )

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import sys
 
-from ortlaunch.commands.export import chosen_step, print_best
+from ortlaunch.commands.export import print_better_checkpoint, requested_or_newest_step
 from ortlaunch.errors import InputError
 from ortlaunch.launch_plan import Plan
 from ortlaunch.planning.world import LaunchOptions
-from ortlaunch.recipe.fields.held_out import no_evaluation
-from ortlaunch.resolve.prepare import request_of
-from ortlaunch.resolve.resolve import MODULES_VARIABLE, ResolvedRun, resolve
+from ortlaunch.recipe.fields.held_out import missing_evaluation_message
+from ortlaunch.resolve.prepare import launch_request
+from ortlaunch.resolve.resolve import MODULES_VARIABLE, ResolvedRun, resolve_command
 from ortlaunch.resolve.resume import ResumeOptions
 from ortlaunch.run import control
 from ortlaunch.run_folder.folder import RunDir
@@ -19,8 +19,8 @@ from ortlaunch.run_folder.held import hold_checkpoint
 from ortlaunch.tasks import CheckpointStep
 
 
-def evaluate(
-    run: RunDir, step: CheckpointStep, overrides: tuple[str, ...], options: LaunchOptions
+def evaluate_checkpoint(
+    run: RunDir, requested_step: CheckpointStep, overrides: tuple[str, ...], options: LaunchOptions
 ) -> int:
     """Run the evaluation to its end and return its exit status.
 
@@ -28,34 +28,42 @@ def evaluate(
         InputError: the run or checkpoint does not exist, or the recipe has no evaluation data.
     """
     # Training may still run, so hold the checkpoint: it must not be deleted during the evaluation.
-    with hold_checkpoint(run, lambda: chosen_step(run, step)) as chosen:
-        print_best(run, step, chosen, sys.stdout)
-        resume = ResumeOptions(str(run.checkpoint_folder(chosen)))
+    with hold_checkpoint(
+        run, lambda: requested_or_newest_step(run, requested_step)
+    ) as checkpoint_step:
+        print_better_checkpoint(run, requested_step, checkpoint_step, sys.stdout)
+        resume = ResumeOptions(str(run.checkpoint_folder(checkpoint_step)))
         return control.run_training_command(
-            _resolved(run, overrides, options), run.evaluation_folder(chosen).path, resume
+            _resolve_evaluation(run, overrides, options),
+            run.evaluation_folder(checkpoint_step).path,
+            resume,
         )
 
 
-def dry_run(
-    run: RunDir, step: CheckpointStep, overrides: tuple[str, ...], options: LaunchOptions
+def evaluation_request_text(
+    run: RunDir, requested_step: CheckpointStep, overrides: tuple[str, ...], options: LaunchOptions
 ) -> str:
     """Return the request that would be sent to the launcher."""
-    folder = run.evaluation_folder(chosen_step(run, step))
-    return str(request_of(_resolved(run, overrides, options).plan, folder))
+    evaluation_folder = run.evaluation_folder(requested_or_newest_step(run, requested_step))
+    return str(launch_request(_resolve_evaluation(run, overrides, options).plan, evaluation_folder))
 
 
-def _resolved(run: RunDir, overrides: tuple[str, ...], options: LaunchOptions) -> ResolvedRun:
+def _resolve_evaluation(
+    run: RunDir, overrides: tuple[str, ...], options: LaunchOptions
+) -> ResolvedRun:
     """Return the run's recipe with batch and `overrides` applied, for the ranks available now."""
     # Nothing is trained, so keep the micro batch only; the global batch does not matter.
-    trained = Plan.read(run.plan)
-    batch = (
+    training_plan = Plan.read(run.plan)
+    batch_overrides = (
         "batch.global_size=null",
-        f"batch.micro_size={trained.batch.micro_samples}",
+        f"batch.micro_size={training_plan.batch.micro_samples}",
         "batch.accumulation_steps=1",
     )
-    environ = {**os.environ, MODULES_VARIABLE: trained.modules}
-    found = resolve(run.recipe, (*batch, *overrides), options._replace(task="evaluate"), environ)
-    data = found.file.recipe.data
-    if data.evaluation is None:
-        raise InputError(no_evaluation(run.recipe, data))
-    return found
+    environ = {**os.environ, MODULES_VARIABLE: training_plan.modules}
+    resolved_run = resolve_command(
+        run.recipe, (*batch_overrides, *overrides), options._replace(task="evaluate"), environ
+    )
+    data_section = resolved_run.recipe_file.recipe.data
+    if data_section.evaluation is None:
+        raise InputError(missing_evaluation_message(run.recipe, data_section))
+    return resolved_run

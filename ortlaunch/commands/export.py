@@ -15,91 +15,114 @@ from ortlaunch.run_folder.lines import read_json_lines
 from ortlaunch.tasks import CheckpointStep, ExportRequest, PushRequest
 
 # Values of --format and of --lora.
-FORMATS = ("huggingface", "onnx", "ondevice")
-LORA = ("merged", "alone")
+EXPORT_FORMATS = ("huggingface", "onnx", "ondevice")
+LORA_FORMS = ("merged", "alone")
 
 
 class ExportOptions(NamedTuple):
     """The options of `ortlaunch export`, with its defaults; None: the option is not given."""
 
     step: CheckpointStep = None
-    to: Path | None = None
-    form: str = "huggingface"
-    push: str | None = None
-    lora: str | None = None
+    target_folder: Path | None = None
+    export_format: str = "huggingface"
+    push_target: str | None = None
+    lora_form: str | None = None
 
 
-def export(run: RunDir, options: ExportOptions, shown: Collection[str] = ()) -> Path:
+def export_checkpoint(
+    run: RunDir, options: ExportOptions, shown_streams: Collection[str] = ()
+) -> Path:
     """Write a checkpoint as a model, upload it if requested, and return its folder.
 
     Args:
-        shown: streams of the processes that go to the terminal: `stdout`, `stderr`.
+        shown_streams: streams of the processes that go to the terminal: `stdout`, `stderr`.
 
     Raises:
         InputError: the run, checkpoint or format does not exist, or the folder exists already.
         RunError: the process that writes or uploads failed.
     """
-    step, _, form, push, lora = options
-    if lora not in (None, *LORA):
-        raise InputError(f"--lora: got {lora!r}; one of {', '.join(LORA)}")
-    if form not in FORMATS:
-        raise InputError(f"--format: got {form!r}; one of {', '.join(FORMATS)}")
-    if push and form == "ondevice":
+    requested_step, _, export_format, push_target, lora_form = options
+    if lora_form not in (None, *LORA_FORMS):
+        raise InputError(f"--lora: got {lora_form!r}; one of {', '.join(LORA_FORMS)}")
+    if export_format not in EXPORT_FORMATS:
+        raise InputError(f"--format: got {export_format!r}; one of {', '.join(EXPORT_FORMATS)}")
+    if push_target and export_format == "ondevice":
         raise InputError(
             "--push uploads a model in --format huggingface or onnx; got --format ondevice"
         )
     # If the training still runs, it must not delete the checkpoint during the export.
-    with hold_checkpoint(run, lambda: chosen_step(run, step)) as chosen:
-        if shown:
-            print_best(run, step, chosen, sys.stdout)
-        return _export(run, options, chosen, shown)
+    with hold_checkpoint(
+        run, lambda: requested_or_newest_step(run, requested_step)
+    ) as checkpoint_step:
+        if shown_streams:
+            print_better_checkpoint(run, requested_step, checkpoint_step, sys.stdout)
+        return _write_and_push(run, options, checkpoint_step, shown_streams)
 
 
-def _export(run: RunDir, options: ExportOptions, step: int, shown: Collection[str]) -> Path:
-    _, to, form, push, lora = options
-    folder = to or run.export_folder(step, form)
+def _write_and_push(
+    run: RunDir, options: ExportOptions, checkpoint_step: int, shown_streams: Collection[str]
+) -> Path:
+    _, target_folder, export_format, push_target, lora_form = options
+    export_folder = target_folder or run.export_folder(checkpoint_step, export_format)
     # An export takes long, so the access to the hub is checked first.
-    if push:
-        tasks.run_task_for_answer(PushRequest(push), shown)
+    if push_target:
+        tasks.run_task_for_answer(PushRequest(push_target), shown_streams)
     # For an upload the export of an earlier command is good enough.
-    if not (push and lora is None and _is_written(run, step, folder, form)):
-        if folder.exists():
+    if not (
+        push_target
+        and lora_form is None
+        and _is_written(run, checkpoint_step, export_folder, export_format)
+    ):
+        if export_folder.exists():
             raise InputError(
-                f"{folder} exists already; remove it, or give another folder with --to"
+                f"{export_folder} exists already; remove it, or give another folder with --to"
             )
         tasks.run_task_for_answer(
-            ExportRequest(str(run), step, str(folder), form, lora or ""), shown
+            ExportRequest(
+                str(run), checkpoint_step, str(export_folder), export_format, lora_form or ""
+            ),
+            shown_streams,
         )
-    if push:
-        tasks.run_task_for_answer(PushRequest(push, str(run), step, str(folder)), shown)
-    return folder
+    if push_target:
+        tasks.run_task_for_answer(
+            PushRequest(push_target, str(run), checkpoint_step, str(export_folder)), shown_streams
+        )
+    return export_folder
 
 
-def _is_written(run: RunDir, step: int, folder: Path, form: str) -> bool:
+def _is_written(run: RunDir, checkpoint_step: int, export_folder: Path, export_format: str) -> bool:
     """Whether an earlier command wrote the same export there."""
-    if not folder.exists():
+    if not export_folder.exists():
         return False
-    lines = read_json_lines(run.exports, "step", "format", "folder").values
-    return (step, form, str(folder.absolute())) in [
-        (line["step"], line["format"], line["folder"]) for line in lines if not line.get("error")
+    export_lines = read_json_lines(run.exports, "step", "format", "folder").values
+    return (checkpoint_step, export_format, str(export_folder.absolute())) in [
+        (line["step"], line["format"], line["folder"])
+        for line in export_lines
+        if not line.get("error")
     ]
 
 
-def best_step(run: RunDir) -> int | None:
+def kept_best_step(run: RunDir) -> int | None:
     """Return the step of the best checkpoint that is kept; None before the end of a training."""
-    best = read_own_json(run.summary).get("best") if run.summary.exists() else None
-    return best["step"] if best and best["step"] in dict(run.complete_checkpoints()) else None
+    best_record = read_own_json(run.summary).get("best") if run.summary.exists() else None
+    return (
+        best_record["step"]
+        if best_record and best_record["step"] in dict(run.complete_checkpoints())
+        else None
+    )
 
 
-def print_best(run: RunDir, step: CheckpointStep, newest: int, file: TextIO) -> None:
+def print_better_checkpoint(
+    run: RunDir, requested_step: CheckpointStep, newest_step: int, text_file: TextIO
+) -> None:
     """Print a line if no step is requested, and the best checkpoint is not the newest."""
-    best = best_step(run)
-    if step is None and best not in (None, newest):
-        note = f"step {newest} is the newest checkpoint; the best is of step {best}: --step best"
-        print(note, file=file, flush=True)
+    best_step_number = kept_best_step(run)
+    if requested_step is None and best_step_number not in (None, newest_step):
+        note = f"step {newest_step} is the newest checkpoint; the best is of step {best_step_number}: --step best"
+        print(note, file=text_file, flush=True)
 
 
-def chosen_step(run: RunDir, step: CheckpointStep) -> int:
+def requested_or_newest_step(run: RunDir, requested_step: CheckpointStep) -> int:
     """Return the step of the requested checkpoint, or of the newest.
 
     Raises:
@@ -107,18 +130,18 @@ def chosen_step(run: RunDir, step: CheckpointStep) -> int:
     """
     if not (run.plan.exists() and run.recipe.exists()):
         raise InputError(f"{run} is not a run folder: it has no plan.json and recipe.yaml")
-    steps = [found for found, _ in run.complete_checkpoints()]
-    if not steps:
+    complete_steps = [complete_step for complete_step, _ in run.complete_checkpoints()]
+    if not complete_steps:
         raise InputError(f"{run.checkpoints} has no complete checkpoint")
-    if step == "best" and (step := best_step(run)) is None:
+    if requested_step == "best" and (requested_step := kept_best_step(run)) is None:
         raise InputError(
             f"--step best: {run.summary} names no best checkpoint: checkpoint.keep_best is not "
             f"set, or the training has not ended; {run.checkpoints} has steps "
-            f"{', '.join(map(str, steps))}"
+            f"{', '.join(map(str, complete_steps))}"
         )
-    if step is not None and step not in steps:
+    if requested_step is not None and requested_step not in complete_steps:
         raise InputError(
-            f"--step: {run.checkpoints} has no complete checkpoint of step {step}; "
-            f"it has steps {', '.join(map(str, steps))}"
+            f"--step: {run.checkpoints} has no complete checkpoint of step {requested_step}; "
+            f"it has steps {', '.join(map(str, complete_steps))}"
         )
-    return step or steps[-1]
+    return requested_step or complete_steps[-1]

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from ortlaunch import tasks
-from ortlaunch.commands.export import chosen_step, print_best
+from ortlaunch.commands.export import print_better_checkpoint, requested_or_newest_step
 from ortlaunch.errors import InputError
 from ortlaunch.recipe import Recipe, read_resolved
 from ortlaunch.recipe.fields.data import uses_template
@@ -16,66 +16,74 @@ from ortlaunch.run_folder.held import hold_checkpoint
 from ortlaunch.tasks import GenerationRequest
 
 # Folders from RUN/exports/step_N up to RUN.
-_ABOVE = 2
+_SEARCHED_PARENTS = 2
 # Endings of transformers' classes of causal models.
-_CAUSAL = ("ForCausalLM", "LMHeadModel")
+_CAUSAL_CLASS_ENDINGS = ("ForCausalLM", "LMHeadModel")
 
 
-def generate(request: GenerationRequest, progress: bool = False) -> str:
+def generate_text(request: GenerationRequest, shows_progress: bool = False) -> str:
     """Return the prompt and its continuation.
 
     Args:
-        progress: whether the model's folder and notes are printed on standard error.
+        shows_progress: whether the model's folder and notes are printed on standard error.
 
     Raises:
         InputError: the model does not exist, or does not generate text.
         RunError: the process that generates failed.
     """
     if request.tokens < 1 or request.temperature < 0:
-        given = f"tokens: got {request.tokens}, and temperature: got {request.temperature:g}"
-        raise InputError(f"{given}; tokens must be >= 1, and temperature >= 0")
-    model, step, chats = _source(request)
+        values_text = f"tokens: got {request.tokens}, and temperature: got {request.temperature:g}"
+        raise InputError(f"{values_text}; tokens must be >= 1, and temperature >= 0")
+    model_folder, checkpoint_step, is_trained_on_chats_or_none = _model_source(request)
     with contextlib.ExitStack() as stack:
         # A training may still run: the checkpoint must not be deleted meanwhile.
-        if step is not None:
-            run = RunDir(model)
-            step = stack.enter_context(hold_checkpoint(run, lambda: chosen_step(run, request.step)))
+        if checkpoint_step is not None:
+            run = RunDir(model_folder)
+            checkpoint_step = stack.enter_context(
+                hold_checkpoint(run, lambda: requested_or_newest_step(run, request.step))
+            )
         # On stderr, so that stdout has the text alone.
-        if progress:
-            place = model if step is None else RunDir(model).checkpoint_folder(step)
-            print(f"model: {place}", file=sys.stderr, flush=True)
-            if step is not None:
-                print_best(run, request.step, step, sys.stderr)
-        chats = False if request.raw else chats
-        chosen = request._replace(model=str(model), step=step, chats=chats)
-        text = tasks.run_task_for_answer(chosen, ("stderr",) if progress else ())
+        if shows_progress:
+            source_folder = (
+                model_folder
+                if checkpoint_step is None
+                else RunDir(model_folder).checkpoint_folder(checkpoint_step)
+            )
+            print(f"model: {source_folder}", file=sys.stderr, flush=True)
+            if checkpoint_step is not None:
+                print_better_checkpoint(run, request.step, checkpoint_step, sys.stderr)
+        is_trained_on_chats_or_none = False if request.raw else is_trained_on_chats_or_none
+        resolved_request = request._replace(
+            model=str(model_folder), step=checkpoint_step, chats=is_trained_on_chats_or_none
+        )
+        text = tasks.run_task_for_answer(resolved_request, ("stderr",) if shows_progress else ())
         # Without the newline that the process prints last.
         return text.removesuffix("\n")
 
 
-def _source(request: GenerationRequest) -> tuple[Path, int | None, bool | None]:
+def _model_source(request: GenerationRequest) -> tuple[Path, int | None, bool | None]:
     """Return the source of the model, and whether it was trained on chats.
 
     Returns:
         The folder of a model and None, or the folder of a run and the step of a checkpoint; then
         whether it was trained on chats, None if unknown.
     """
-    folder = Path(request.model)
-    run = RunDir(folder)
+    model_folder = Path(request.model)
+    run = RunDir(model_folder)
     if not (run.plan.exists() and run.recipe.exists()):
         if request.step is not None:
-            raise InputError(f"--step: {folder} is not a run folder, and has no checkpoints")
-        return _require_causal(folder), None, _run_learned_chats(folder)
+            raise InputError(f"--step: {model_folder} is not a run folder, and has no checkpoints")
+        return _refuse_other_models(model_folder), None, _is_run_trained_on_chats(model_folder)
     recipe = read_resolved(run.recipe)
     if recipe.model.traits.predicts != "next":
         raise InputError(f"{run} trains task {recipe.model.task}; only causal-lm generates text")
-    step = chosen_step(run, request.step)
+    checkpoint_step = requested_or_newest_step(run, request.step)
     # The run's own export is that of one step; others have checkpoints only.
-    is_exported = _exported_step(run) == step and request.step in (None, "best")
+    is_exported = _exported_step(run) == checkpoint_step and request.step in (None, "best")
     # An export of adapters alone has no config.json.
     if is_exported and (run.export / "config.json").exists():
-        return run.export, None, learned_chats(recipe)
-    return folder, step, learned_chats(recipe)
+        return run.export, None, is_trained_on_chats(recipe)
+    return model_folder, checkpoint_step, is_trained_on_chats(recipe)
 
 
 def _exported_step(run: RunDir) -> int | None:
@@ -85,31 +93,31 @@ def _exported_step(run: RunDir) -> int | None:
     return best["step"] if best.get("exported") else summary.get("steps")
 
 
-def learned_chats(recipe: Recipe) -> bool:
+def is_trained_on_chats(recipe: Recipe) -> bool:
     """Whether any training data of the recipe are chats."""
     return any(uses_template(part.source) for part in recipe.data.parts)
 
 
-def _run_learned_chats(model: Path) -> bool | None:
+def _is_run_trained_on_chats(model_folder: Path) -> bool | None:
     """Whether the run whose folder contains an export was trained on chats; None without a run."""
-    for folder in model.absolute().parents[:_ABOVE]:
+    for folder in model_folder.absolute().parents[:_SEARCHED_PARENTS]:
         run = RunDir(folder)
         if run.plan.exists() and run.recipe.exists():
-            return learned_chats(read_resolved(run.recipe))
+            return is_trained_on_chats(read_resolved(run.recipe))
     return None
 
 
-def _require_causal(folder: Path) -> Path:
-    config = folder / "config.json"
-    if not config.exists():
+def _refuse_other_models(model_folder: Path) -> Path:
+    config_path = model_folder / "config.json"
+    if not config_path.exists():
         raise InputError(
-            f"{folder} is neither a run folder (plan.json) nor a folder of a transformers model "
+            f"{model_folder} is neither a run folder (plan.json) nor a folder of a transformers model "
             "(config.json)"
         )
-    classes = read_own_json(config).get("architectures") or []
-    if not any(name.endswith(_CAUSAL) for name in classes):
+    class_names = read_own_json(config_path).get("architectures") or []
+    if not any(name.endswith(_CAUSAL_CLASS_ENDINGS) for name in class_names):
         raise InputError(
-            f"{folder} contains a {', '.join(classes) or 'model without a class'}; only causal "
+            f"{model_folder} contains a {', '.join(class_names) or 'model without a class'}; only causal "
             "models generate text"
         )
-    return folder
+    return model_folder

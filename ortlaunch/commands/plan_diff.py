@@ -12,7 +12,7 @@ from ortlaunch.errors import InputError, PlanError
 from ortlaunch.launch_plan import Plan
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.resolve import shipped
-from ortlaunch.resolve.resolve import resolve
+from ortlaunch.resolve.resolve import resolve_command
 from ortlaunch.run.preview import choose_engine_without_measuring
 from ortlaunch.run_folder.folder import RunDir
 
@@ -26,58 +26,64 @@ class PlanContext(NamedTuple):
     """Device of the new plan, and of the other recipe's plan if that recipe has `auto`."""
 
 
-def other_plan(path: Path, context: PlanContext) -> Plan:
+def plan_to_compare(compared_path: Path, context: PlanContext) -> Plan:
     """Return the plan to compare with: of a run folder, a plan.json, or a recipe.
 
     Raises:
         InputError: the path is none of these.
     """
-    if not path.is_dir() and path.suffix != ".json":
-        return _of_recipe(path, context)
-    file = RunDir(path).plan if path.is_dir() else path
+    if not compared_path.is_dir() and compared_path.suffix != ".json":
+        return _plan_of_recipe(compared_path, context)
+    plan_path = RunDir(compared_path).plan if compared_path.is_dir() else compared_path
     try:
-        text = file.read_text(encoding="utf-8")
+        text = plan_path.read_text(encoding="utf-8")
         # A recipe may be written in JSON, too; only plans have a field `format`.
-        is_recipe = path.suffix == ".json" and "format" not in json.loads(text)
-        return _of_recipe(path, context) if is_recipe else Plan.from_json(text)
+        is_recipe = compared_path.suffix == ".json" and "format" not in json.loads(text)
+        return _plan_of_recipe(compared_path, context) if is_recipe else Plan.from_json(text)
     except FileNotFoundError:
         raise InputError(
-            f"--diff {path}: no file {file}; give a recipe, a run folder or its plan.json"
+            f"--diff {compared_path}: no file {plan_path}; give a recipe, a run folder or its plan.json"
         ) from None
     except PlanError as error:
-        raise InputError(f"--diff {path}: {error}") from None
+        raise InputError(f"--diff {compared_path}: {error}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(
-            f"--diff {path}: {file} is not a plan of this version ({error!r})"
+            f"--diff {compared_path}: {plan_path} is not a plan of this version ({error!r})"
         ) from None
 
 
-def _of_recipe(path: Path, context: PlanContext) -> Plan:
-    chosen = recipe.load(shipped.locate(path)).recipe.launch.device
+def _plan_of_recipe(recipe_path: Path, context: PlanContext) -> Plan:
+    recipe_device = recipe.load_recipe(shipped.locate_recipe(recipe_path)).recipe.launch.device
     # Else a different `auto` could appear as a difference of the recipes.
-    same = (f"launch.device={context.device}",) if chosen == "auto" else ()
+    device_override = (f"launch.device={context.device}",) if recipe_device == "auto" else ()
     return choose_engine_without_measuring(
-        resolve(path, same, context.options, context.environ)
+        resolve_command(recipe_path, device_override, context.options, context.environ)
     ).plan
 
 
-def differences(before: Plan, after: Plan) -> list[str]:
+def plan_differences(old_plan: Plan, new_plan: Plan) -> list[str]:
     """Return `field: old -> new` for each difference, in the plan's order."""
-    return list(_lines(json.loads(before.to_json()), json.loads(after.to_json()), ""))
+    return list(
+        _difference_lines(json.loads(old_plan.to_json()), json.loads(new_plan.to_json()), "")
+    )
 
 
-def _lines(before: Any, after: Any, path: str) -> Iterator[str]:
-    if isinstance(before, dict) and isinstance(after, dict):
-        for key in dict.fromkeys((*before, *after)):
-            yield from _lines(before.get(key), after.get(key), f"{path}.{key}" if path else key)
+def _difference_lines(old_value: Any, new_value: Any, field_path: str) -> Iterator[str]:
+    if isinstance(old_value, dict) and isinstance(new_value, dict):
+        for key in dict.fromkeys((*old_value, *new_value)):
+            yield from _difference_lines(
+                old_value.get(key), new_value.get(key), f"{field_path}.{key}" if field_path else key
+            )
     # All hosts on one line: a cluster has too many for a line each.
-    elif path == "nodes" and before != after:
-        yield f"{path}: {_hosts(before)} -> {_hosts(after)}"
-    elif before != after:
-        yield f"{path}: {json.dumps(before)} -> {json.dumps(after)}"
+    elif field_path == "nodes" and old_value != new_value:
+        yield f"{field_path}: {_hosts_text(old_value)} -> {_hosts_text(new_value)}"
+    elif old_value != new_value:
+        yield f"{field_path}: {json.dumps(old_value)} -> {json.dumps(new_value)}"
 
 
-def _hosts(nodes: Sequence[Mapping[str, object]]) -> str:
+def _hosts_text(nodes: Sequence[Mapping[str, object]]) -> str:
     """Return a short text such as `4 (node0 8, node1 8, ...)`."""
-    named = [f"{node['host']} {node['slots']}" for node in nodes[:4]] + ["..."] * (len(nodes) > 4)
-    return f"{len(nodes)} ({', '.join(named)})"
+    host_texts = [f"{node['host']} {node['slots']}" for node in nodes[:4]] + ["..."] * (
+        len(nodes) > 4
+    )
+    return f"{len(nodes)} ({', '.join(host_texts)})"

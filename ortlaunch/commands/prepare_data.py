@@ -7,10 +7,10 @@ import json
 from ortlaunch import tasks
 from ortlaunch.errors import InputError
 from ortlaunch.json_types import Json
-from ortlaunch.recipe import Recipe, to_yaml
+from ortlaunch.recipe import Recipe, dump_recipe_yaml
 
 
-def prepare(recipe: Recipe) -> int:
+def prepare_data(recipe: Recipe) -> int:
     """Tokenize the recipe's data into the cache, and return the exit status of that process.
 
     Raises:
@@ -22,23 +22,25 @@ def prepare(recipe: Recipe) -> int:
             "`ortlaunch data show` shows some of them"
         )
     # In a process of its own, which imports the libraries that read data.
-    return tasks.run_task_alone(tasks.DataRequest(to_yaml(recipe)))
+    return tasks.run_task_alone(tasks.DataRequest(dump_recipe_yaml(recipe)))
 
 
-def show(recipe: Recipe, samples: int, as_json: bool) -> int:
+def show_samples(recipe: Recipe, sample_count: int, as_json: bool) -> int:
     """Print samples of the recipe's data and an audit, and return the process's exit status."""
-    return tasks.run_task_alone(_request(recipe, samples, as_json))
+    return tasks.run_task_alone(_show_data_request(recipe, sample_count, as_json))
 
 
-def audited(recipe: Recipe, samples: int) -> Json:
+def read_audit(recipe: Recipe, sample_count: int) -> Json:
     """Return the JSON of `show`.
 
     Raises:
         RunError: the data cannot be read.
     """
-    found: Json = json.loads(tasks.run_task_for_answer(_request(recipe, samples, as_json=True)))
-    return found
+    audit: Json = json.loads(
+        tasks.run_task_for_answer(_show_data_request(recipe, sample_count, as_json=True))
+    )
+    return audit
 
 
-def _request(recipe: Recipe, samples: int, as_json: bool) -> tasks.ShowDataRequest:
-    return tasks.ShowDataRequest(to_yaml(recipe), samples, as_json, recipe._folder)
+def _show_data_request(recipe: Recipe, sample_count: int, as_json: bool) -> tasks.ShowDataRequest:
+    return tasks.ShowDataRequest(dump_recipe_yaml(recipe), sample_count, as_json, recipe._folder)

@@ -25,17 +25,17 @@ from ortlaunch.launch import load_backend
 from ortlaunch.launch.failure import classify_run_end
 from ortlaunch.launch.mpi import find_mpirun
 from ortlaunch.launch_plan import Plan
-from ortlaunch.planning.hosts import Host, read_hostfile, select
+from ortlaunch.planning.hosts import Host, read_hostfile, select_hosts
 from ortlaunch.planning.world import LaunchOptions
-from ortlaunch.resolve.prepare import write_run
-from ortlaunch.resolve.resolve import resolve
+from ortlaunch.resolve.prepare import write_run_files
+from ortlaunch.resolve.resolve import resolve_command
 from ortlaunch.run.checkup import CheckupOptions, add_slurm_job_hosts, check_hosts_or_this_machine
 from ortlaunch.run_folder.folder import RunDir, read_own_json
 from ortlaunch.run_folder.lines import read_json_lines
 
 # Largest difference of losses: ranks add the same samples in another order.
 _TOLERANCE = 1e-5
-_MODULE = '''\
+_MODULE_SOURCE = '''\
 """A linear model; each rank leaves who it is in its run folder."""
 import json, os, pathlib, sys
 import torch
@@ -57,7 +57,7 @@ def data():
     generator = torch.Generator().manual_seed(0)
     return [{"x": row, "y": row.sum().reshape(1)} for row in torch.randn(256, 4, generator=generator)]
 '''
-_RECIPE = """\
+_RECIPE_TEXT = """\
 name: selftest
 model: {task: custom, factory: "selftest_model:Model"}
 data: {train: {format: custom, factory: "selftest_model:data"}}
@@ -69,7 +69,7 @@ log: {every_steps: 1}
 launch: {device: cpu}
 """
 # The measurement is for the device that a training would use, with any number of ranks.
-_MEASURED = ("launch.device=auto", "batch={micro_size: 1, accumulation_steps: 1}")
+_MEASURED_OVERRIDES = ("launch.device=auto", "batch={micro_size: 1, accumulation_steps: 1}")
 
 
 class SelftestRequest(NamedTuple):
@@ -79,52 +79,60 @@ class SelftestRequest(NamedTuple):
     """A new folder for all runs, shared by all hosts."""
     overrides: tuple[str, ...] = ()
     """Overrides of the tiny recipe."""
-    launch: LaunchOptions = LaunchOptions()
+    launch_options: LaunchOptions = LaunchOptions()
     """Options of the launch; if they name a launcher, it alone is tested, on this host."""
     port: int = 0
-    ports: tuple[int, int] | None = None
+    port_range: tuple[int, int] | None = None
 
 
 class Training(NamedTuple):
     """One launcher or scheduler, and the arguments that start the recipe with it."""
 
     name: str
-    words: tuple[str, ...]
+    arguments: tuple[str, ...]
     verb: str = "train"
 
 
-class Trained(NamedTuple):
+class TrainingResult(NamedTuple):
     """The result of one training."""
 
     name: str
-    where: str
+    ranks_text: str
     losses: tuple[float, ...]
     seconds: float
     log: Path
-    wrong: str = ""
+    failure_text: str = ""
 
-    def finding(self, expected: Sequence[float]) -> Finding:
+    def compared_finding(self, expected_losses: Sequence[float]) -> Finding:
         """Return the finding, compared with the losses of the first training."""
-        ends = f", losses {self.losses[0]:.6f} -> {self.losses[-1]:.6f}" if self.losses else ""
-        wrong = self.wrong or self._difference(expected)
-        what = f"{wrong or 'equal'}: {self.where}{ends}, {self.seconds:.1f} s"
-        check = f"train {self.name}"
+        losses_text = (
+            f", losses {self.losses[0]:.6f} -> {self.losses[-1]:.6f}" if self.losses else ""
+        )
+        failure_text = self.failure_text or self._loss_difference_text(expected_losses)
+        observation = (
+            f"{failure_text or 'equal'}: {self.ranks_text}{losses_text}, {self.seconds:.1f} s"
+        )
+        check_name = f"train {self.name}"
         return (
-            Finding("all", check, FAILED, what, f"see {self.log}")
-            if wrong
-            else Finding("all", check, OK, what)
+            Finding("all", check_name, FAILED, observation, f"see {self.log}")
+            if failure_text
+            else Finding("all", check_name, OK, observation)
         )
 
-    def _difference(self, expected: Sequence[float]) -> str:
-        if len(self.losses) != len(expected):
-            return f"{len(self.losses)} STEPS, not {len(expected)}"
-        far = max(
-            (abs(mine - other) for mine, other in zip(self.losses, expected)), default=math.inf
+    def _loss_difference_text(self, expected_losses: Sequence[float]) -> str:
+        if len(self.losses) != len(expected_losses):
+            return f"{len(self.losses)} STEPS, not {len(expected_losses)}"
+        largest_distance = max(
+            (
+                abs(own_loss - expected_loss)
+                for own_loss, expected_loss in zip(self.losses, expected_losses)
+            ),
+            default=math.inf,
         )
-        return "" if far <= _TOLERANCE else f"LOSSES DIFFER by {far:.2g}"
+        return "" if largest_distance <= _TOLERANCE else f"LOSSES DIFFER by {largest_distance:.2g}"
 
 
-def selftest(
+def run_selftest(
     request: SelftestRequest, may_queue: Callable[[str], bool], environ: Mapping[str, str]
 ) -> Iterator[Finding]:
     """Yield every finding as soon as it is known; start no rank if a check of the hosts failed.
@@ -139,82 +147,94 @@ def selftest(
         InputError: the folder exists and is not empty.
     """
     folder = request.folder
-    options = request.launch
+    options = request.launch_options
     if folder.exists() and any(folder.iterdir()):
         raise InputError(f"{folder}: is not empty; give a new folder with --dir")
-    hosts = _hosts(options)
+    hosts = _included_hosts(options)
     # Two nodes are enough to test a job across hosts.
-    nodes = min(_slurm_nodes(), 2)
-    queues = nodes > 0 and may_queue(f"Also queue a job of {nodes} nodes in Slurm?")
+    node_count = min(_slurm_node_count(), 2)
+    queues_job = node_count > 0 and may_queue(f"Also queue a job of {node_count} nodes in Slurm?")
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "selftest_model.py").write_text(_MODULE, encoding="utf-8")
-    (folder / "recipe.yaml").write_text(_RECIPE % _global_size(hosts, options), encoding="utf-8")
-    place = CheckupOptions(folder, port=request.port, port_range=request.ports)
-    measured = (*_MEASURED, *request.overrides)
-    checked = check_hosts_or_this_machine(folder / "recipe.yaml", measured, options, place, environ)
-    yield from checked
-    if any(finding.verdict == FAILED for finding in checked):
+    (folder / "selftest_model.py").write_text(_MODULE_SOURCE, encoding="utf-8")
+    (folder / "recipe.yaml").write_text(
+        _RECIPE_TEXT % _global_batch_size(hosts, options), encoding="utf-8"
+    )
+    checkup_options = CheckupOptions(folder, port=request.port, port_range=request.port_range)
+    measured_overrides = (*_MEASURED_OVERRIDES, *request.overrides)
+    host_findings = check_hosts_or_this_machine(
+        folder / "recipe.yaml", measured_overrides, options, checkup_options, environ
+    )
+    yield from host_findings
+    if any(finding.verdict == FAILED for finding in host_findings):
         yield Finding(
             "all", "ranks", WARNING, "not started, because a check failed", "mend that first"
         )
         return
-    yield from _measure(folder, measured, options, environ)
-    expected: tuple[float, ...] | None = None
-    for training in _trainings(options, hosts, nodes):
-        if training.verb == "submit" and not queues:
-            what = "not tested: this would queue a job"
-            mend = "answer yes, or give --yes"
-            yield Finding("all", f"train {training.name}", WARNING, what, mend)
+    yield from _measure_rates_and_links(folder, measured_overrides, options, environ)
+    expected_losses: tuple[float, ...] | None = None
+    for training in _possible_trainings(options, hosts, node_count):
+        if training.verb == "submit" and not queues_job:
+            observation = "not tested: this would queue a job"
+            remedy = "answer yes, or give --yes"
+            yield Finding("all", f"train {training.name}", WARNING, observation, remedy)
             continue
-        trained = _train(folder, training, request.overrides)
+        training_result = _run_training(folder, training, request.overrides)
         # The first training has one rank, so that its losses are those without any launcher.
-        expected = trained.losses if expected is None else expected
-        yield trained.finding(expected)
+        expected_losses = training_result.losses if expected_losses is None else expected_losses
+        yield training_result.compared_finding(expected_losses)
 
 
-def _measure(
+def _measure_rates_and_links(
     folder: Path, overrides: Sequence[str], options: LaunchOptions, environ: Mapping[str, str]
 ) -> Sequence[Finding]:
     """Start ranks as for a training, and return findings on their measured rates and links."""
     options = add_slurm_job_hosts(options, environ)._replace(task="fabric")
-    resolved = resolve(folder / "recipe.yaml", tuple(overrides), options, environ)
-    if resolved.world.inside is not None:
+    resolved = resolve_command(folder / "recipe.yaml", tuple(overrides), options, environ)
+    if resolved.world.enclosing_rank is not None:
         raise PlanError(
             "selftest starts its own ranks, and this process is already a rank of a launcher"
         )
     run = RunDir(folder / "fabric")
     plan = resolved.plan
-    request = write_run(run, resolved.file.recipe, plan)
+    request = write_run_files(run, resolved.recipe_file.recipe, plan)
     launcher = load_backend(plan.launcher)
-    log = run.path / "output.txt"
+    output_path = run.path / "output.txt"
     # The ranks are a part of this command: SIGUSR1, too, has to end them.
-    job = launcher.submit(request._replace(notice_ends=True), log)
-    end = classify_run_end(
+    job = launcher.submit(request._replace(notice_ends=True), output_path)
+    run_end = classify_run_end(
         run, launcher.wait(job), job.user_signal, job.foreign_signal, job.oom_kills
     )
     if job.user_signal is not None:
         sys.exit(128 + job.user_signal)
-    if end.status or not run.fabric.exists():
+    if run_end.status or not run.fabric.exists():
         return [
-            Finding("all", "ranks", FAILED, f"the measurement failed: {end.text}", f"see {log}")
+            Finding(
+                "all",
+                "ranks",
+                FAILED,
+                f"the measurement failed: {run_end.text}",
+                f"see {output_path}",
+            )
         ]
-    return fabric.judge(read_own_json(run.fabric), plan.nodes)
+    return fabric.judge_measurements(read_own_json(run.fabric), plan.nodes)
 
 
-def _hosts(options: LaunchOptions) -> Sequence[Host]:
+def _included_hosts(options: LaunchOptions) -> Sequence[Host]:
     """Return the hosts of the host file that the options include."""
     if options.hostfile is None:
         return ()
-    return select(read_hostfile(options.hostfile, 1).hosts, options.include, options.exclude)
+    return select_hosts(read_hostfile(options.hostfile, 1).hosts, options.include, options.exclude)
 
 
-def _global_size(hosts: Sequence[Host], options: LaunchOptions) -> int:
+def _global_batch_size(hosts: Sequence[Host], options: LaunchOptions) -> int:
     # Divisible by 1, 2 and 4 ranks, by all slots of the hosts, and by the requested ranks.
-    ranks = options.processes_per_node or 1
-    return math.lcm(4, sum(host.slots for host in hosts) or 1, ranks * (len(hosts) or 1))
+    ranks_per_host = options.processes_per_node or 1
+    return math.lcm(4, sum(host.slots for host in hosts) or 1, ranks_per_host * (len(hosts) or 1))
 
 
-def _trainings(options: LaunchOptions, hosts: Sequence[Host], nodes: int) -> Iterator[Training]:
+def _possible_trainings(
+    options: LaunchOptions, hosts: Sequence[Host], node_count: int
+) -> Iterator[Training]:
     """Yield the trainings that are possible here; all losses are compared with the first one's."""
     launchers = (
         [options.launcher] if options.launcher in ("torchrun", "mpi") else ["torchrun", "mpi"]
@@ -222,22 +242,24 @@ def _trainings(options: LaunchOptions, hosts: Sequence[Host], nodes: int) -> Ite
     if "mpi" in launchers and not _has_mpirun():
         launchers.remove("mpi")
     yield Training("local", ("--launcher", "local"))
-    ranks = str(options.processes_per_node or 2)
+    ranks_text = str(options.processes_per_node or 2)
     for launcher in launchers:
-        yield Training(launcher, ("--launcher", launcher, "--nproc-per-node", ranks))
-    chosen = (
+        yield Training(launcher, ("--launcher", launcher, "--nproc-per-node", ranks_text))
+    host_options = (
         ("--hostfile", options.hostfile),
         ("--include", options.include),
         ("--exclude", options.exclude),
     )
-    words = [word for name, value in chosen if value for word in (name, value)]
+    host_arguments = [word for name, value in host_options if value for word in (name, value)]
     for launcher in launchers if hosts else ():
         # torchrun needs the same number of ranks on each host.
         if launcher == "mpi" or len({host.slots for host in hosts}) == 1:
-            yield Training(f"{launcher}, hosts", ("--launcher", launcher, *words))
-    if nodes:
+            yield Training(f"{launcher}, hosts", ("--launcher", launcher, *host_arguments))
+    if node_count:
         yield Training(
-            "slurm", (f"launch.nodes={nodes}", f"launch.processes_per_node={2 // nodes}"), "submit"
+            "slurm",
+            (f"launch.nodes={node_count}", f"launch.processes_per_node={2 // node_count}"),
+            "submit",
         )
 
 
@@ -249,75 +271,90 @@ def _has_mpirun() -> bool:
     return True
 
 
-def _slurm_nodes() -> int:
+def _slurm_node_count() -> int:
     """Return the number of nodes of this host's Slurm; 0 if none answers."""
     if shutil.which("sbatch") is None or shutil.which("sinfo") is None:
         return 0
-    ended = subprocess.run(
+    completed = subprocess.run(
         ["sinfo", "--noheader", "-o", "%n"], capture_output=True, text=True, timeout=60, check=False
     )
-    return len(set(ended.stdout.split()))
+    return len(set(completed.stdout.split()))
 
 
-def _train(folder: Path, training: Training, overrides: Sequence[str]) -> Trained:
+def _run_training(folder: Path, training: Training, overrides: Sequence[str]) -> TrainingResult:
     """Train with one launcher or scheduler until the end."""
     run = RunDir(folder / training.name.replace(", ", "-"))
-    began = time.monotonic()
-    log = folder / f"{run.path.name}.log"
-    command = start.module_command("ortlaunch.cli")
-    words = (
+    start_time = time.monotonic()
+    log_path = folder / f"{run.path.name}.log"
+    cli_argv = start.module_command("ortlaunch.cli")
+    arguments = (
         training.verb,
         str(folder / "recipe.yaml"),
-        *training.words,
+        *training.arguments,
         *overrides,
         "--run-dir",
         str(run),
     )
-    status = _call((*command, *words), log)
+    exit_status = _run_and_log((*cli_argv, *arguments), log_path)
     # `submit` returns when the job is queued, the other verbs when the training has ended.
-    if training.verb == "submit" and not status:
+    if training.verb == "submit" and not exit_status:
         try:
-            status = _call((*command, "status", str(run), "--wait"), log)
+            exit_status = _run_and_log((*cli_argv, "status", str(run), "--wait"), log_path)
         # Also after a signal: the job would stay in the queue.
         except BaseException:
-            _call((*command, "cancel", str(run)), log)
+            _run_and_log((*cli_argv, "cancel", str(run)), log_path)
             raise
-    seconds = time.monotonic() - began
-    if status:
-        return Trained(training.name, f"status {status}", (), seconds, log, "FAILED")
+    duration_seconds = time.monotonic() - start_time
+    if exit_status:
+        return TrainingResult(
+            training.name, f"status {exit_status}", (), duration_seconds, log_path, "FAILED"
+        )
     plan = Plan.read(run.plan)
-    return Trained(training.name, _where(plan), _losses(run), seconds, log, _misplaced(run, plan))
+    return TrainingResult(
+        training.name,
+        _ranks_by_host_text(plan),
+        _logged_losses(run),
+        duration_seconds,
+        log_path,
+        _misplaced_ranks_text(run, plan),
+    )
 
 
-def _call(argv: Sequence[str], log: Path) -> int:
+def _run_and_log(argv: Sequence[str], log_path: Path) -> int:
     # Without stdin, so that no command can wait for an answer.
     with (
-        log.open("ab") as file,
-        subprocess.Popen(argv, stdout=file, stderr=file, stdin=subprocess.DEVNULL) as child,
+        log_path.open("ab") as file,
+        subprocess.Popen(argv, stdout=file, stderr=file, stdin=subprocess.DEVNULL) as child_process,
     ):
         try:
-            return child.wait()
+            return child_process.wait()
         # Also after a signal: the child process ends first.
         except BaseException:
-            child.terminate()
+            child_process.terminate()
             raise
 
 
-def _where(plan: Plan) -> str:
+def _ranks_by_host_text(plan: Plan) -> str:
     return " ".join(
         f"{node.host}:{node.first_rank}-{node.first_rank + node.slots - 1}" for node in plan.nodes
     )
 
 
-def _losses(run: RunDir) -> tuple[float, ...]:
+def _logged_losses(run: RunDir) -> tuple[float, ...]:
     records = read_json_lines(run.metrics).values
     return tuple(record["loss"] for record in records if "loss" in record)
 
 
-def _misplaced(run: RunDir, plan: Plan) -> str:
+def _misplaced_ranks_text(run: RunDir, plan: Plan) -> str:
     """Return a text on the ranks whose variables differ from the plan; empty if there is none."""
-    actual = {
+    variables_by_rank = {
         path.name: json.loads(path.read_text()) for path in (run.path / "ranks").glob("[0-9]*")
     }
-    wrong = [rank.rank for rank in plan.ranks if actual.get(str(rank.rank)) != list(rank)]
-    return f"RANKS DIFFER from the plan ({', '.join(map(str, wrong))})" if wrong else ""
+    misplaced_ranks = [
+        rank.rank for rank in plan.ranks if variables_by_rank.get(str(rank.rank)) != list(rank)
+    ]
+    return (
+        f"RANKS DIFFER from the plan ({', '.join(map(str, misplaced_ranks))})"
+        if misplaced_ranks
+        else ""
+    )

@@ -14,136 +14,147 @@ from ortlaunch.launch.record import JobRecord, current_time_iso
 from ortlaunch.other_runs import registry
 from ortlaunch.other_runs.status import read_status
 from ortlaunch.recipe import inputs
-from ortlaunch.resolve.prepare import check_folder, earlier
+from ortlaunch.resolve.prepare import check_folder_contents, read_earlier_recipe
 from ortlaunch.resolve.resolve import MODULES_VARIABLE, ResolvedRun
 from ortlaunch.run import micro_size
 from ortlaunch.run.preparation import claim_run_folder, folder_for_checks
 from ortlaunch.run_folder.folder import RunDir, write_text_atomically
-from ortlaunch.schedulers import SCHEDULERS, QueuedRun, scheduler
+from ortlaunch.schedulers import SCHEDULERS, QueuedRun, load_scheduler
 from ortlaunch.user_modules import unloadable_factories
 
 
-def request_of(resolved: ResolvedRun, run: RunDir, name: str) -> LaunchRequest:
+def job_request(resolved_run: ResolvedRun, run: RunDir, scheduler_name: str) -> LaunchRequest:
     """Return the request for the scheduler, without side effects."""
-    chosen = resolved.file.recipe
-    _check_restarts(chosen)
+    job_recipe = resolved_run.recipe_file.recipe
+    _refuse_unsupported_restarts(job_recipe)
     # Paths of this host's Python do not exist in an image.
-    container = chosen.submit.container is not None
-    command = ("ortlaunch",) if container else start.module_command("ortlaunch.cli")
-    concluding = (
+    has_container = job_recipe.submit.container is not None
+    cli_argv = ("ortlaunch",) if has_container else start.module_command("ortlaunch.cli")
+    conclude_argv = (
         ("python3", "-m", "ortlaunch.other_runs.ended")
-        if container
+        if has_container
         else start.module_command("ortlaunch.other_runs.ended")
     )
-    job = QueuedRun(
-        plan=resolved.plan,
+    queued_run = QueuedRun(
+        plan=resolved_run.plan,
         run=RunDir(os.path.abspath(run.path)),
         train=(
-            *command,
+            *cli_argv,
             "train",
             os.path.abspath(run.submitted),
             "--run-dir",
             os.path.abspath(run.path),
         ),
-        conclude=(*concluding, os.path.abspath(run.path), str(chosen.launch.max_restarts)),
+        conclude=(*conclude_argv, os.path.abspath(run.path), str(job_recipe.launch.max_restarts)),
         folder=os.getcwd(),
-        variables=((MODULES_VARIABLE, os.path.abspath(resolved.command.modules)),),
-        options=chosen.submit.model_dump(mode="json"),
-        recipe=recipe.to_yaml(chosen),
-        restarts=chosen.launch.max_restarts,
-        secrets=chosen.launch.forward,
+        variables=((MODULES_VARIABLE, os.path.abspath(resolved_run.command.modules_folder)),),
+        options=job_recipe.submit.model_dump(mode="json"),
+        recipe=recipe.dump_recipe_yaml(job_recipe),
+        restarts=job_recipe.launch.max_restarts,
+        secrets=job_recipe.launch.forward,
     )
-    return scheduler(name).request(job)
+    return load_scheduler(scheduler_name).request(queued_run)
 
 
-def _check_restarts(chosen: recipe.Recipe) -> None:
+def _refuse_unsupported_restarts(job_recipe: recipe.Recipe) -> None:
     """Check that the scheduler can start the run again after a fault, if the recipe requests it.
 
     Raises:
         PlanError: it cannot.
     """
-    submit = chosen.submit
-    why = ""
+    submit = job_recipe.submit
+    reason = ""
     if submit.scheduler == "azureml":
-        why = "Azure ML has no restart of a command job"
+        reason = "Azure ML has no restart of a command job"
     elif (
         submit.scheduler == "kubernetes"
         and submit.kubernetes
         and submit.kubernetes.kind == "trainjob"
     ):
-        why = (
+        reason = (
             "a TrainJob has no such field; failurePolicy.maxRestarts of the runtime's JobSet "
             "applies"
         )
     elif not submit.requeue:
-        why = "the job may not be queued again (submit.requeue: false)"
-    if why and chosen.launch.max_restarts:
+        reason = "the job may not be queued again (submit.requeue: false)"
+    if reason and job_recipe.launch.max_restarts:
         raise PlanError(
-            f"launch.max_restarts: {chosen.launch.max_restarts} is not supported: {why}; set it "
+            f"launch.max_restarts: {job_recipe.launch.max_restarts} is not supported: {reason}; set it "
             "to 0"
         )
 
 
-def without_effect(resolved: ResolvedRun) -> list[str]:
+def notes_on_ignored_fields(resolved_run: ResolvedRun) -> list[str]:
     """Return a note on fields of `submit` for Slurm that have no effect on another scheduler."""
-    chosen = resolved.file.recipe.submit
+    submit_section = resolved_run.recipe_file.recipe.submit
     # Fields of Slurm alone: neither common ones nor the sections of the other schedulers.
-    slurms = set(type(chosen).model_fields) - {"scheduler", "requeue", *SCHEDULERS}
-    left = [
-        name for name, value in chosen.model_dump(exclude_defaults=True).items() if name in slurms
+    slurm_fields = set(type(submit_section).model_fields) - {"scheduler", "requeue", *SCHEDULERS}
+    ignored_fields = [
+        name
+        for name, value in submit_section.model_dump(exclude_defaults=True).items()
+        if name in slurm_fields
     ]
-    binding = resolved.file.recipe.launch.binding
-    if chosen.scheduler == "slurm" and binding in ("core", "numa"):
+    binding = resolved_run.recipe_file.recipe.launch.binding
+    if submit_section.scheduler == "slurm" and binding in ("core", "numa"):
         return [f"launch.binding: {binding} has no effect: in a job Slurm binds the ranks"]
-    if chosen.scheduler == "slurm" or not left:
+    if submit_section.scheduler == "slurm" or not ignored_fields:
         return []
-    return [f"ignored by {chosen.scheduler}: {', '.join(f'submit.{name}' for name in left)}"]
+    return [
+        f"ignored by {submit_section.scheduler}: {', '.join(f'submit.{name}' for name in ignored_fields)}"
+    ]
 
 
-class Queued(NamedTuple):
+class QueuedJob(NamedTuple):
     """A job that was queued."""
 
-    number: str
+    job_id: str
     """The job's id."""
     run: RunDir
-    notes: tuple[str, ...]
+    text_lines: tuple[str, ...]
     """Lines for the user."""
 
 
-def submit(resolved: ResolvedRun, chosen: Path | None, run: RunDir, name: str) -> Queued:
+def submit_run(
+    resolved_run: ResolvedRun, requested_folder: Path | None, run: RunDir, scheduler_name: str
+) -> QueuedJob:
     """Write the files from which the job begins, and queue the job.
 
     Raises:
         PlanError: the folder has other contents, or a run in it has not ended.
         RecipeError: a file or function of the user is absent, although the nodes share this disk.
     """
-    chosen_recipe = resolved.file.recipe
-    missing = [
-        *inputs.missing_files(chosen_recipe),
-        *inputs.wrong_contents(chosen_recipe),
-        *unloadable_factories(chosen_recipe, resolved.command.modules),
+    job_recipe = resolved_run.recipe_file.recipe
+    input_problems = [
+        *inputs.missing_file_problems(job_recipe),
+        *inputs.content_problems(job_recipe),
+        *unloadable_factories(job_recipe, resolved_run.command.modules_folder),
     ]
     # An image or another cluster has files that this host need not have.
-    if not SCHEDULERS[name].elsewhere and chosen_recipe.submit.container is None:
-        resolved.file.require(missing)
+    if not SCHEDULERS[scheduler_name].is_elsewhere and job_recipe.submit.container is None:
+        resolved_run.recipe_file.raise_if_problems(input_problems)
     # The ranks of a job of several cannot start the trials that find a size.
-    if micro_size.is_search_requested(resolved.file.recipe) and resolved.world.ranks > 1:
+    if (
+        micro_size.is_search_requested(resolved_run.recipe_file.recipe)
+        and resolved_run.world.rank_count > 1
+    ):
         micro_size.refuse_search_in_rank()
-    if chosen is not None and run.job.exists() and not read_status(run).state.is_end:
+    if requested_folder is not None and run.job.exists() and not read_status(run).state.is_end:
         raise PlanError(
             f"--run-dir {run}: its run has not ended, or is queued; `ortlaunch cancel {run}` "
             "ends it"
         )
-    checked = folder_for_checks(run, chosen)
-    notes = check_folder(checked, earlier(checked, resolved), resolved)
-    run = claim_run_folder(run) if chosen is None else run
+    checked_run = folder_for_checks(run, requested_folder)
+    notes = check_folder_contents(
+        checked_run, read_earlier_recipe(checked_run, resolved_run), resolved_run
+    )
+    run = claim_run_folder(run) if requested_folder is None else run
     run.logs.mkdir(parents=True, exist_ok=True)
     # Not recipe.yaml: rank 0 writes that file when it prepares the folder.
-    write_text_atomically(run.submitted, recipe.to_yaml(resolved.file.recipe))
-    number = scheduler(name).submit(request_of(resolved, run, name))
+    write_text_atomically(run.submitted, recipe.dump_recipe_yaml(resolved_run.recipe_file.recipe))
+    job_id = load_scheduler(scheduler_name).submit(job_request(resolved_run, run, scheduler_name))
     # After the submission, because the record needs the job's id.
     JobRecord(
-        name, number, socket.gethostname(), "", "", current_time_iso(), JobState.PENDING
+        scheduler_name, job_id, socket.gethostname(), "", "", current_time_iso(), JobState.PENDING
     ).write(run)
-    registry.add(run)
-    return Queued(number, run, (*notes, f"run folder: {run}"))
+    registry.register_run(run)
+    return QueuedJob(job_id, run, (*notes, f"run folder: {run}"))

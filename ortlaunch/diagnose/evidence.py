@@ -25,9 +25,9 @@ class Evidence:
     run: RunDir
     state: str
     """The state, as `ortlaunch status` prints it."""
-    status: int | None
+    exit_status: int | None
     """The exit status of the command; None if it has not ended."""
-    text: str
+    last_output: str
     """The last output of the command; "" if it printed nothing."""
     failure: Failure | None
     """The failure that the command recorded."""
@@ -36,18 +36,22 @@ class Evidence:
     they were written."""
 
     @property
-    def first(self) -> Json:
+    def first_record(self) -> Json:
         """The error record of the cause; empty if no rank wrote one of its own."""
         # A secondary record is an error that another rank's failure caused.
-        own = self.records[0] if self.records and not self.records[0]["secondary"] else {}
+        own_record = self.records[0] if self.records and not self.records[0]["secondary"] else {}
         # Launchers, too, request a stop of ranks. So the record of a stopped rank counts only if
         # the command attributes the end to that rank.
-        blamed = (
+        is_blamed = (
             self.failure is not None
             and self.failure.cause is Cause.STOPPED
             and self.failure.rank is not None
         )
-        return {} if own and own["cause"] is Cause.STOPPED and not blamed else own
+        return (
+            {}
+            if own_record and own_record["cause"] is Cause.STOPPED and not is_blamed
+            else own_record
+        )
 
     @property
     def plan(self) -> Plan | None:
@@ -55,37 +59,37 @@ class Evidence:
         return Plan.read(self.run.plan) if self.run.plan.exists() else None
 
 
-def read(
-    run: RunDir, state: str, status: int | None, text: str, failure: Failure | None
+def read_evidence(
+    run: RunDir, state_name: str, exit_status: int | None, last_output: str, failure: Failure | None
 ) -> Evidence:
     """Read the error records of the ranks and combine them with the command's facts."""
-    records = [read_error_record(path) for path in run.error_record_paths]
+    error_records = [read_error_record(path) for path in run.error_record_paths]
     return Evidence(
         run,
-        state,
-        status,
-        text,
+        state_name,
+        exit_status,
+        last_output,
         failure,
-        sorted(records, key=error_record_sort_key),
+        sorted(error_records, key=error_record_sort_key),
     )
 
 
-def last_lines(run: RunDir, rank: int) -> list[str]:
+def last_error_lines(run: RunDir, rank: int) -> list[str]:
     """Return the last lines of a rank's error log."""
-    return _tail(run.rank_log_path(rank, "err"))[-_LAST_LINES:]
+    return _tail_lines(run.rank_log_path(rank, "err"))[-_LAST_LINES:]
 
 
-def json_lines(path: Path, *names: str) -> list[Json]:
+def last_json_lines(file_path: Path, *required_keys: str) -> list[Json]:
     """Return the last complete JSON lines of a file that contain all of these keys."""
-    lines = JsonLines([], [])
+    parsed_lines = JsonLines([], [])
     # The first line may be cut by the tail and the last half written; `parse_and_add_line` drops both.
-    for line in _tail(path):
-        parse_and_add_line(lines, path.name, line.encode(), *names)
-    return lines.values
+    for line in _tail_lines(file_path):
+        parse_and_add_line(parsed_lines, file_path.name, line.encode(), *required_keys)
+    return parsed_lines.values
 
 
-def _tail(path: Path) -> list[str]:
-    with contextlib.suppress(OSError), open_regular(path) as file:
+def _tail_lines(file_path: Path) -> list[str]:
+    with contextlib.suppress(OSError), open_regular(file_path) as file:
         file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
         return file.read().decode(errors="replace").splitlines()
     return []

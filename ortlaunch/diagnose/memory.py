@@ -9,97 +9,134 @@ from ortlaunch.diagnose.evidence import Evidence
 from ortlaunch.json_types import Json
 from ortlaunch.launch_plan import Plan, ProcessMemory
 from ortlaunch.planning.describe import memory_lines
-from ortlaunch.planning.memory import estimate
-from ortlaunch.planning.process_memory import process_memory
+from ortlaunch.planning.memory import estimate_rank_memory
+from ortlaunch.planning.process_memory import expected_process_memory
 from ortlaunch.recipe import Recipe, read_resolved
 from ortlaunch.units import human_bytes
 
-_UNKNOWN = (
+_UNKNOWN_TEXT = (
     "the plan has no estimate for this model; to use less memory per rank: a lower "
     "batch.micro_size (accumulation keeps global_size) or auto, zero.stage 1 to 3 on several "
     "ranks, model.gradient_checkpointing: true"
 )
 
 
-def what_would_fit(found: Evidence) -> list[str]:
+def memory_suggestions(evidence: Evidence) -> list[str]:
     """Return the plan's memory table, then settings that need less, compared with a known limit."""
-    plan = found.plan
+    plan = evidence.plan
     if plan is None or plan.memory is None:
-        return [f"what would fit: {_UNKNOWN}"]
-    recipe = read_resolved(found.run.recipe)
-    limit = _limit(found, plan)
+        return [f"what would fit: {_UNKNOWN_TEXT}"]
+    recipe = read_resolved(evidence.run.recipe)
+    limit_bytes = _memory_limit_per_rank(evidence, plan)
     # The run itself may have measured its process.
-    process = process_memory(recipe)
-    rows = [*_less(recipe, plan, process)]
+    process_bytes = expected_process_memory(recipe)
+    settings_with_bytes = [*_smaller_settings(recipe, plan, process_bytes)]
     # The run reached the limit, so the plan's estimate was too low by at least this factor.
-    scale = max(1.0, limit / rows[0][1]) if limit else 1.0
-    head = "what would fit" + (
-        f" (by the plan, with {human_bytes(process.total)} for the process)"
+    estimate_factor = max(1.0, limit_bytes / settings_with_bytes[0][1]) if limit_bytes else 1.0
+    head_text = "what would fit" + (
+        f" (by the plan, with {human_bytes(process_bytes.total)} for the process)"
         if plan.device == "cpu"
         else ""
     )
-    more = f", {scale:.2f} times as much, because the run reached the limit" if scale > 1 else ""
-    shown = f"{head}{more}: {human_bytes(limit)} per rank is the limit there" if limit else head
-    table = memory_lines(plan.memory._replace(process=process), plan.world_size > 1, plan.device)
-    return [*table, shown, *(_row(said, math.ceil(scale * size), limit) for said, size in rows)]
+    factor_text = (
+        f", {estimate_factor:.2f} times as much, because the run reached the limit"
+        if estimate_factor > 1
+        else ""
+    )
+    head_line = (
+        f"{head_text}{factor_text}: {human_bytes(limit_bytes)} per rank is the limit there"
+        if limit_bytes
+        else head_text
+    )
+    table_lines = memory_lines(
+        plan.memory._replace(process=process_bytes), plan.world_size > 1, plan.device
+    )
+    return [
+        *table_lines,
+        head_line,
+        *(
+            _suggestion_row(setting_text, math.ceil(estimate_factor * rank_bytes), limit_bytes)
+            for setting_text, rank_bytes in settings_with_bytes
+        ),
+    ]
 
 
-def _limit(found: Evidence, plan: Plan) -> int | None:
+def _memory_limit_per_rank(evidence: Evidence, plan: Plan) -> int | None:
     """Return the memory limit of each rank on the failed rank's host, in bytes; None if unknown."""
-    limit = found.first.get("memory_limit")
+    recorded_limit = evidence.first_record.get("memory_limit")
     return (
-        int(limit["bytes"]) // plan.node_of(found.first["rank"]).slots
-        if limit and plan.device == "cpu"
+        int(recorded_limit["bytes"]) // plan.node_of(evidence.first_record["rank"]).slots
+        if recorded_limit and plan.device == "cpu"
         else None
     )
 
 
-def _less(recipe: Recipe, plan: Plan, process: ProcessMemory) -> Iterator[tuple[str, int]]:
+def _smaller_settings(
+    recipe: Recipe, plan: Plan, process_bytes: ProcessMemory
+) -> Iterator[tuple[str, int]]:
     """Yield (setting, bytes of a rank with it); the current recipe comes first."""
-    micro = plan.batch.micro_samples
+    present_micro_samples = plan.batch.micro_samples
 
-    def total(changed: Recipe, micro_samples: int) -> int:
-        memory = estimate(changed, micro_samples, plan.world_size, plan.device, process)
-        assert memory is not None  # the plan has one
-        parts = dict(memory.by_stage)[memory.chosen]
-        return parts.total + (process.total if plan.device == "cpu" else 0)
+    def total_bytes(changed_recipe: Recipe, micro_samples: int) -> int:
+        planned_memory = estimate_rank_memory(
+            changed_recipe, micro_samples, plan.world_size, plan.device, process_bytes
+        )
+        assert planned_memory is not None  # the plan has one
+        stage_bytes = dict(planned_memory.by_stage)[planned_memory.chosen]
+        return stage_bytes.total + (process_bytes.total if plan.device == "cpu" else 0)
 
-    now = total(recipe, micro)
-    yield "as it is", now
-    sizes = [micro >> halvings for halvings in range(1, micro.bit_length())]
-    for size in sizes:
-        yield f"batch.micro_size: {size}", total(recipe, size)
-    changed = recipe
+    present_bytes = total_bytes(recipe, present_micro_samples)
+    yield "as it is", present_bytes
+    smaller_sizes = [
+        present_micro_samples >> halvings
+        for halvings in range(1, present_micro_samples.bit_length())
+    ]
+    for rank_bytes in smaller_sizes:
+        yield f"batch.micro_size: {rank_bytes}", total_bytes(recipe, rank_bytes)
+    changed_recipe = recipe
     # Each setting is estimated alone; those that help are then combined.
-    for setting, update in _settings(recipe, plan.world_size):
-        size = total(_with(recipe, update), micro)
-        if size < now:
-            yield setting, size
-            changed = _with(changed, update)
-    if changed is not recipe and sizes:
-        yield f"all of these, batch.micro_size: {sizes[-1]}", total(changed, sizes[-1])
+    for setting_text, field_values in _memory_saving_settings(recipe, plan.world_size):
+        rank_bytes = total_bytes(_recipe_with_fields(recipe, field_values), present_micro_samples)
+        if rank_bytes < present_bytes:
+            yield setting_text, rank_bytes
+            changed_recipe = _recipe_with_fields(changed_recipe, field_values)
+    if changed_recipe is not recipe and smaller_sizes:
+        yield (
+            f"all of these, batch.micro_size: {smaller_sizes[-1]}",
+            total_bytes(changed_recipe, smaller_sizes[-1]),
+        )
 
 
-def _settings(recipe: Recipe, ranks: int) -> Iterator[tuple[str, dict[str, dict[str, object]]]]:
+def _memory_saving_settings(
+    recipe: Recipe, rank_count: int
+) -> Iterator[tuple[str, dict[str, dict[str, object]]]]:
     # A recipe with engine ort and ZeRO 3 is rejected (recipe/rules/engine_rules.py).
-    most = 2 if recipe.engine.name == "ort" else 3
+    highest_stage = 2 if recipe.engine.name == "ort" else 3
     stage = recipe.zero.stage if recipe.zero else 0
-    if ranks > 1 and stage < most and not recipe.optimizer.traits.needs_whole_tensors:
-        yield f"zero.stage: {most}", {"zero": {"stage": most}}
+    if rank_count > 1 and stage < highest_stage and not recipe.optimizer.traits.needs_whole_tensors:
+        yield f"zero.stage: {highest_stage}", {"zero": {"stage": highest_stage}}
     if not recipe.model.gradient_checkpointing:
         yield "model.gradient_checkpointing: true", {"model": {"gradient_checkpointing": True}}
     if recipe.engine.chunked_loss == "off":
         yield "engine.chunked_loss: auto", {"engine": {"chunked_loss": "auto"}}
 
 
-def _with(recipe: Recipe, update: dict[str, Json]) -> Recipe:
+def _recipe_with_fields(recipe: Recipe, fields_by_section: dict[str, Json]) -> Recipe:
     """Return the recipe with these fields of its sections replaced."""
-    raw = recipe.model_dump(exclude_unset=True)
+    recipe_values = recipe.model_dump(exclude_unset=True)
     return Recipe.model_validate(
-        {**raw, **{name: {**(raw.get(name) or {}), **each} for name, each in update.items()}}
+        {
+            **recipe_values,
+            **{
+                name: {**(recipe_values.get(name) or {}), **section_values}
+                for name, section_values in fields_by_section.items()
+            },
+        }
     )
 
 
-def _row(said: str, total: int, limit: int | None) -> str:
-    fits = "" if limit is None else ", fits" if total < limit else ", does not fit"
-    return f"    {said:<44}{human_bytes(total):>11}{fits}"
+def _suggestion_row(setting_text: str, rank_bytes: int, limit_bytes: int | None) -> str:
+    fit_text = (
+        "" if limit_bytes is None else ", fits" if rank_bytes < limit_bytes else ", does not fit"
+    )
+    return f"    {setting_text:<44}{human_bytes(rank_bytes):>11}{fit_text}"

@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass
 
 from ortlaunch.cause import Cause, Failure
 from ortlaunch.diagnose import evidence
-from ortlaunch.diagnose.causes import advice_for, cause_of
+from ortlaunch.diagnose.causes import advice_for_run, find_cause
 from ortlaunch.diagnose.evidence import Evidence
-from ortlaunch.diagnose.memory import what_would_fit
+from ortlaunch.diagnose.memory import memory_suggestions
 from ortlaunch.launch.failure import RunEnd
 from ortlaunch.other_runs import status
 from ortlaunch.run_folder.cause_text import (
@@ -31,7 +31,7 @@ from ortlaunch.units import human_bytes, number_or_none
 _FEW_BYTES = 1 << 30
 # If fp16 skipped more than this share of the last steps, the evidence mentions its loss scale.
 _SKIPPED_OFTEN = 0.5
-_PLAIN = (Cause.ENDED_WELL, Cause.STOPPED, Cause.RUNNING)  # nothing went wrong
+_CAUSES_WITHOUT_VERDICT = (Cause.ENDED_WELL, Cause.STOPPED, Cause.RUNNING)  # nothing went wrong
 
 
 @dataclass(frozen=True)
@@ -58,93 +58,127 @@ class Diagnosis:
             *self.evidence,
         ]
         return "\n".join(
-            [*lines, *(["", "try:"] if self.advice else []), *(f"  {each}" for each in self.advice)]
+            [
+                *lines,
+                *(["", "try:"] if self.advice else []),
+                *(f"  {advice_text}" for advice_text in self.advice),
+            ]
         )
 
 
-def diagnose(run: RunDir) -> Diagnosis:
+def diagnose_run(run: RunDir) -> Diagnosis:
     """Diagnose a run, which may still be running.
 
     Raises:
         InputError: the folder is no run folder, or this user cannot read its files.
     """
-    found = status.read_status(run)
-    exit_status = found.job.exit_status if found.state.is_end else None
-    about = evidence.read(
-        run, found.state_name, exit_status, found.job.verdict or "", found.job.failure
+    run_status = status.read_status(run)
+    exit_status = run_status.job.exit_status if run_status.state.is_end else None
+    run_evidence = evidence.read_evidence(
+        run,
+        run_status.state_name,
+        exit_status,
+        run_status.job.verdict or "",
+        run_status.job.failure,
     )
-    failure = cause_of(about)
+    failure = find_cause(run_evidence)
     return Diagnosis(
         run=str(run),
-        state=found.state_name,
+        state=run_status.state_name,
         exit_status=exit_status,
         kind=failure.memory_aware_cause.value,
         verdict=diagnosis_verdict(failure),
-        advice=() if found.state_name == "pruned" else advice_for(failure, about),
+        advice=() if run_status.state_name == "pruned" else advice_for_run(failure, run_evidence),
         evidence=(
-            *_evidence(about, failure),
+            *_evidence_lines(run_evidence, failure),
             *filter(
-                None, (f"  {line}" if line else "" for line in (found.fallback, found.best_line))
+                None,
+                (
+                    f"  {line}" if line else ""
+                    for line in (run_status.fallback, run_status.best_line)
+                ),
             ),
         ),
     )
 
 
-def with_verdict(run: RunDir, end: RunEnd) -> str:
+def add_verdict_to_output(run: RunDir, run_end: RunEnd) -> str:
     """Return the final output of a command whose run failed.
 
     Verdict and advice stand before its last line. If nothing went wrong, the text is unchanged.
     """
-    about = evidence.read(run, "failed", end.status, end.text, end.failure)
-    failure = cause_of(about)
-    if failure.memory_aware_cause in _PLAIN:
-        return end.text
-    what = diagnosis_verdict(failure)
-    before = end.text_before.rstrip("\n")
-    more = what_would_fit(about) if failure.memory_aware_cause is Cause.OUT_OF_MEMORY else []
-    first = before.partition("\n")[0]
+    run_evidence = evidence.read_evidence(
+        run, "failed", run_end.status, run_end.text, run_end.failure
+    )
+    failure = find_cause(run_evidence)
+    if failure.memory_aware_cause in _CAUSES_WITHOUT_VERDICT:
+        return run_end.text
+    verdict_text = diagnosis_verdict(failure)
+    text_before = run_end.text_before.rstrip("\n")
+    memory_lines = (
+        memory_suggestions(run_evidence)
+        if failure.memory_aware_cause is Cause.OUT_OF_MEMORY
+        else []
+    )
+    first_line = text_before.partition("\n")[0]
     # Where one text repeats the start of the other, `before` itself becomes the verdict.
-    whole = " ".join(before.split())
-    repeats = whole.startswith(what.removesuffix(" ...")) or what.startswith(first)
-    if first and (repeats or first in failure.detail):
-        before, what = "", before
+    joined_text = " ".join(text_before.split())
+    repeats_verdict = joined_text.startswith(
+        verdict_text.removesuffix(" ...")
+    ) or verdict_text.startswith(first_line)
+    if first_line and (repeats_verdict or first_line in failure.detail):
+        text_before, verdict_text = "", text_before
     lines = [
-        f"{VERDICT_PREFIX}{what}",
-        *more,
-        *(f"{ADVICE_PREFIX}{each}" for each in advice_for(failure, about)),
+        f"{VERDICT_PREFIX}{verdict_text}",
+        *memory_lines,
+        *(f"{ADVICE_PREFIX}{advice_text}" for advice_text in advice_for_run(failure, run_evidence)),
     ]
     return "\n".join(
-        [*([before] if before.strip() else []), *lines, f"{COMMAND_PREFIX}{end.last_output}"]
+        [
+            *([text_before] if text_before.strip() else []),
+            *lines,
+            f"{COMMAND_PREFIX}{run_end.last_output}",
+        ]
     )
 
 
-def _evidence(found: Evidence, failure: Failure) -> Iterator[str]:
-    code = found.status
-    yield f"  {found.state}" + (f", exit status {code}{_meaning(code)}" if code is not None else "")
+def _evidence_lines(run_evidence: Evidence, failure: Failure) -> Iterator[str]:
+    exit_status = run_evidence.exit_status
+    yield f"  {run_evidence.state}" + (
+        f", exit status {exit_status}{_exit_status_meaning(exit_status)}"
+        if exit_status is not None
+        else ""
+    )
     # Original failures come first, then by time. The first record is most likely the cause.
-    for record in found.records[:1]:
+    for record in run_evidence.records[:1]:
         yield f"  {record.get('summary')}"
         # The command prints a traceback with the frames of packages left out.
-        short = found.text.partition(f"\n{VERDICT_PREFIX}")[0]
-        log = evidence.last_lines(found.run, record["rank"])
-        shown = short.splitlines() if short.startswith("Traceback") else log
-        yield from (f"    | {line}" for line in shown)
-    if others := [f"{record['rank']}" for record in found.records[1:]]:
-        yield f"  rank {', '.join(others[:16])} ended later: {len(others)} in all"
-    if not found.records and found.text:
-        said = [
-            line for line in found.text.strip().splitlines() if not line.startswith(CONTINUE_PREFIX)
+        short_text = run_evidence.last_output.partition(f"\n{VERDICT_PREFIX}")[0]
+        error_log_lines = evidence.last_error_lines(run_evidence.run, record["rank"])
+        shown_lines = (
+            short_text.splitlines() if short_text.startswith("Traceback") else error_log_lines
+        )
+        yield from (f"    | {line}" for line in shown_lines)
+    if other_ranks := [f"{record['rank']}" for record in run_evidence.records[1:]]:
+        yield f"  rank {', '.join(other_ranks[:16])} ended later: {len(other_ranks)} in all"
+    if not run_evidence.records and run_evidence.last_output:
+        output_lines = [
+            line
+            for line in run_evidence.last_output.strip().splitlines()
+            if not line.startswith(CONTINUE_PREFIX)
         ]
-        yield f"  last message of the command: {said[-1] if code else said[0]}"
-    yield from _progress(found)
-    yield from _storage(found, failure)
+        yield f"  last message of the command: {output_lines[-1] if exit_status else output_lines[0]}"
+    yield from _progress_lines(run_evidence)
+    yield from _storage_lines(run_evidence, failure)
     yield from (
         f"  {line}"
         for line in (
-            what_would_fit(found) if failure.memory_aware_cause is Cause.OUT_OF_MEMORY else ()
+            memory_suggestions(run_evidence)
+            if failure.memory_aware_cause is Cause.OUT_OF_MEMORY
+            else ()
         )
     )
-    prefix = found.run.flight_recorder
+    prefix = run_evidence.run.flight_recorder
     # An empty dump holds nothing to analyze.
     recorders = [path for path in prefix.parent.glob(f"{prefix.name}*") if path.stat().st_size]
     if recorders:
@@ -154,47 +188,57 @@ def _evidence(found: Evidence, failure: Failure) -> Iterator[str]:
         )
 
 
-def _meaning(code: int) -> str:
+def _exit_status_meaning(exit_status: int) -> str:
     """Return the meaning of an exit status: 85, or 128 + a signal's number; else ""."""
-    if code == 85:
+    if exit_status == 85:
         return " (saved; the same command continues the run)"
     try:
-        return f" (128 + {code - 128}: {signal.Signals(code - 128).name})" if code > 128 else ""
+        return (
+            f" (128 + {exit_status - 128}: {signal.Signals(exit_status - 128).name})"
+            if exit_status > 128
+            else ""
+        )
     except ValueError:
         return ""
 
 
-def _progress(found: Evidence) -> Iterator[str]:
+def _progress_lines(run_evidence: Evidence) -> Iterator[str]:
     """Yield the last logged step, skipped and bad steps, and the newest complete checkpoint."""
-    if steps := evidence.json_lines(found.run.metrics, "step", "loss"):
+    if steps := evidence.last_json_lines(run_evidence.run.metrics, "step", "loss"):
         loss = number_or_none(steps[-1]["loss"])
-        first = steps[0]
-        last = steps[-1]
+        first_line = steps[0]
+        last_line = steps[-1]
         yield f"  the last logged step is {steps[-1]['step']}" + (
             "" if loss is None else f", loss {loss:.4g}"
         )
-        skipped = (number_or_none(last.get("skipped_steps")) or 0) - (
-            number_or_none(first.get("skipped_steps")) or 0
+        skipped_steps = (number_or_none(last_line.get("skipped_steps")) or 0) - (
+            number_or_none(first_line.get("skipped_steps")) or 0
         )
-        between = steps[-1]["step"] - steps[0]["step"]
-        if between and skipped / between > _SKIPPED_OFTEN:
-            yield (f"  fp16 skipped {skipped:.0f} of the last {between} steps: no loss scale works")
-    for line in evidence.json_lines(found.run.bad_steps, "step", "action", "message")[-3:]:
+        step_count = steps[-1]["step"] - steps[0]["step"]
+        if step_count and skipped_steps / step_count > _SKIPPED_OFTEN:
+            yield (
+                f"  fp16 skipped {skipped_steps:.0f} of the last {step_count} steps: no loss scale works"
+            )
+    for line in evidence.last_json_lines(run_evidence.run.bad_steps, "step", "action", "message")[
+        -3:
+    ]:
         message = str(line["message"]).partition("\n")[0]
         yield f"  bad step {line['step']} ({line['action']}): {message}"
-    saved = found.run.complete_checkpoints()
+    complete_checkpoints = run_evidence.run.complete_checkpoints()
     yield (
-        f"  the newest complete checkpoint is after step {saved[-1][0]}"
-        if saved
+        f"  the newest complete checkpoint is after step {complete_checkpoints[-1][0]}"
+        if complete_checkpoints
         else "  no complete checkpoint"
     )
 
 
-def _storage(found: Evidence, failure: Failure) -> Iterator[str]:
+def _storage_lines(run_evidence: Evidence, failure: Failure) -> Iterator[str]:
     for line in [
-        line for line in evidence.json_lines(found.run.saves, "step") if line.get("error")
+        line
+        for line in evidence.last_json_lines(run_evidence.run.saves, "step")
+        if line.get("error")
     ][-1:]:
         yield f"  the save after step {line['step']} failed: {line['error']}"
-    free = shutil.disk_usage(found.run.path).free
-    if free < _FEW_BYTES or failure.cause is Cause.DISK_FULL:
-        yield f"  {human_bytes(free)} free now on the disk of {found.run}"
+    free_bytes = shutil.disk_usage(run_evidence.run.path).free
+    if free_bytes < _FEW_BYTES or failure.cause is Cause.DISK_FULL:
+        yield f"  {human_bytes(free_bytes)} free now on the disk of {run_evidence.run}"

@@ -16,75 +16,82 @@ from ortlaunch.planning.world import World
 from ortlaunch.recipe import Recipe
 
 
-def require(recipe: Recipe, world: World) -> None:
+def require_everything_installed(recipe: Recipe, world: World) -> None:
     """Check that this host has everything that the run needs.
 
     Raises:
         MissingDependency: something is missing; one line for each item.
     """
-    if missing := [": ".join(filter(None, words)) for words in lacking(recipe, world)]:
-        raise MissingDependency("\n".join(missing))
+    if item_texts := [
+        ": ".join(filter(None, item_and_remedy)) for item_and_remedy in missing_items(recipe, world)
+    ]:
+        raise MissingDependency("\n".join(item_texts))
 
 
-def lacking(recipe: Recipe, world: World) -> Iterator[tuple[str, str]]:
+def missing_items(recipe: Recipe, world: World) -> Iterator[tuple[str, str]]:
     """Yield (missing item, remedy) for a recipe; the remedy is "" if the item's text has it."""
-    if recipe.zero is not None and not _installed("deepspeed"):
+    if recipe.zero is not None and not _is_installed("deepspeed"):
         yield (
             "zero: DeepSpeed is not installed",
             'pip install "ortlaunch[deepspeed]", or set zero=null',
         )
-    if recipe.model.lora is not None and not _installed("peft"):
+    if recipe.model.lora is not None and not _is_installed("peft"):
         yield "model.lora: peft is not installed", 'pip install "ortlaunch[lora]"'
     for tracker in recipe.log.trackers:
-        if not _installed(tracker):
+        if not _is_installed(tracker):
             yield f"log.trackers: {tracker} is not installed", f'pip install "ortlaunch[{tracker}]"'
     package = launcher_row(world.launcher).package
     # On one host no launcher needs its package: ranks meet through a file.
-    if package and len(world.hosts) > 1 and not _installed(package):
-        what = f"launcher {world.launcher} on more than one host: {package} is not installed"
-        yield what, f'pip install "ortlaunch[{world.launcher}]"'
+    if package and len(world.hosts) > 1 and not _is_installed(package):
+        missing_item = (
+            f"launcher {world.launcher} on more than one host: {package} is not installed"
+        )
+        yield missing_item, f'pip install "ortlaunch[{world.launcher}]"'
     if recipe.engine.name == "ort":
         # Without a GPU here the run is planned for another host, so CUDA is not checked.
-        on_gpu = world.device == "cuda" and machine.visible_gpu_count(os.environ) > 0
-        yield from ((f"engine ort: {what}", mend) for what, mend in lacking_for_ort(on_gpu))
+        is_on_gpu = world.device == "cuda" and machine.visible_gpu_count(os.environ) > 0
+        yield from (
+            (f"engine ort: {missing_item}", remedy)
+            for missing_item, remedy in missing_items_for_ort(is_on_gpu)
+        )
 
 
-def lacking_for_ort(on_gpu: bool) -> Iterator[tuple[str, str]]:
+def missing_items_for_ort(is_on_gpu: bool) -> Iterator[tuple[str, str]]:
     """Yield (missing item, remedy) for engine ort, as `lacking` does."""
     # Imported here: most commands never need it.
     from ortlaunch.ortmodule.build import cuda_libraries, extensions
 
     try:
         extensions.ort_package_name()
-        absent = extensions.missing_extensions()
+        missing_extensions = extensions.missing_extensions()
     except MissingDependency as error:
-        what, _, mend = str(error).partition(" Type: ")
-        yield what.rstrip("."), mend or "engines eager and inductor do not need it"
+        missing_item, _, remedy = str(error).partition(" Type: ")
+        yield missing_item.rstrip("."), remedy or "engines eager and inductor do not need it"
         return
-    if on_gpu and extensions.ort_package_name() == "onnxruntime-training-cpu":
+    if is_on_gpu and extensions.ort_package_name() == "onnxruntime-training-cpu":
         yield (
             "onnxruntime-training-cpu has no CUDA",
             'pip install "ortlaunch[ort-cuda]", in an environment without it',
         )
-    elif on_gpu and (libraries := cuda_libraries.missing_libraries()):
-        names = ", ".join(library.name for library in libraries)
+    elif is_on_gpu and (libraries := cuda_libraries.missing_libraries()):
+        library_names = ", ".join(library.name for library in libraries)
         yield (
-            f"CUDA libraries of onnxruntime-training are not installed ({names})",
+            f"CUDA libraries of onnxruntime-training are not installed ({library_names})",
             cuda_libraries.install_command_text(libraries),
         )
-    if absent:
-        why = "; ".join([", ".join(absent), *extensions.damage_descriptions()])
+    if missing_extensions:
+        reason = "; ".join([", ".join(missing_extensions), *extensions.damage_descriptions()])
         yield (
-            f"its torch extensions are not built for this torch ({why})",
+            f"its torch extensions are not built for this torch ({reason})",
             "run `ortlaunch setup` once",
         )
 
 
-def _installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
+def _is_installed(package_name: str) -> bool:
+    return importlib.util.find_spec(package_name) is not None
 
 
-def set_up() -> int:
+def build_ort_extensions() -> int:
     """Build the missing extensions of engine ort; return the exit status.
 
     The build runs in a process of its own, which may import torch.

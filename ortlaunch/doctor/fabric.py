@@ -6,130 +6,168 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ortlaunch.doctor.finding import FAILED, OK, Finding, judged
+from ortlaunch.doctor.finding import FAILED, OK, Finding, judge_check
 from ortlaunch.launch_plan import Node
 from ortlaunch.units import count_with_noun, human_bytes
 
 # A host is slow below these shares of the median of all hosts.
-_SLOW_RATE = 0.7
-_SLOW_LINK = 0.5
+_SLOW_RATE_SHARE = 0.7
+_SLOW_LINK_SHARE = 0.5
 # Or with a latency above 3 times the median plus 100 microseconds. In a fast network noise alone
 # may be 3 times the median.
-_LATE = 3.0
+_LATE_FACTOR = 3.0
 _LATE_SECONDS = 100e-6
 
 
-def judge(measured: Mapping[str, Any], nodes: Sequence[Node]) -> list[Finding]:
+def judge_measurements(measurements: Mapping[str, Any], nodes: Sequence[Node]) -> list[Finding]:
     """Return findings: matmul rate of each host, links of each host, all-reduce of all ranks.
 
     Args:
-        measured: rates in FLOP/s by rank, links, and the all-reduce, as the task wrote them.
+        measurements: rates in FLOP/s by rank, links, and the all-reduce, as the task wrote them.
         nodes: the hosts of the plan, in the order of their ranks.
     """
     return [
-        *_rates(measured, nodes),
-        *_links(measured.get("links", ()), nodes),
-        *_all_reduce(measured, nodes),
+        *_matrix_rate_findings(measurements, nodes),
+        *_link_findings(measurements.get("links", ()), nodes),
+        *_all_reduce_findings(measurements, nodes),
     ]
 
 
-def _rates(measured: Mapping[str, Any], nodes: Sequence[Node]) -> Iterator[Finding]:
-    rates = measured["flops"]
+def _matrix_rate_findings(
+    measurements: Mapping[str, Any], nodes: Sequence[Node]
+) -> Iterator[Finding]:
+    rates = measurements["flops"]
     # median_high is a measured value; with two hosts it is the faster one, so a slow one shows.
-    middle = statistics.median_high(measured["flops"])
+    median_rate = statistics.median_high(measurements["flops"])
     for node in nodes:
-        own = rates[node.first_rank : node.first_rank + node.slots]
-        slow = [
-            node.first_rank + place for place, rate in enumerate(own) if rate < _SLOW_RATE * middle
+        rates_of_host = rates[node.first_rank : node.first_rank + node.slots]
+        slow_ranks = [
+            node.first_rank + rank_index
+            for rank_index, rate in enumerate(rates_of_host)
+            if rate < _SLOW_RATE_SHARE * median_rate
         ]
-        what = f"{_flops(min(own))} in {measured['dtype']}" + (
-            f" to {_flops(max(own))}" if len(own) > 1 else ""
+        observation = f"{_flops_text(min(rates_of_host))} in {measurements['dtype']}" + (
+            f" to {_flops_text(max(rates_of_host))}" if len(rates_of_host) > 1 else ""
         )
-        if slow:
-            what = (
-                f"SLOW: {what}, where {_flops(middle)} is the median (rank "
-                f"{', '.join(map(str, slow))})"
+        if slow_ranks:
+            observation = (
+                f"SLOW: {observation}, where {_flops_text(median_rate)} is the median (rank "
+                f"{', '.join(map(str, slow_ranks))})"
             )
-        mend = (
+        remedy = (
             "check other processes, clocks and power limits there (nvidia-smi -q -d "
             "PERFORMANCE), or --exclude it"
         )
-        found = judged(node.host, "matrix rate", not slow, what, mend, else_=FAILED)
-        yield _with(found, gflops_least=min(own) / 1e9, gflops_most=max(own) / 1e9)
+        finding = judge_check(
+            node.host,
+            "matrix rate",
+            not slow_ranks,
+            observation,
+            remedy,
+            verdict_if_not_good=FAILED,
+        )
+        yield _add_figures(
+            finding, gflops_least=min(rates_of_host) / 1e9, gflops_most=max(rates_of_host) / 1e9
+        )
 
 
-def _links(links: Sequence[Mapping[str, Any]], nodes: Sequence[Node]) -> Iterator[Finding]:
+def _link_findings(links: Sequence[Mapping[str, Any]], nodes: Sequence[Node]) -> Iterator[Finding]:
     """Yield a finding for each host, by the better of its two links."""
     # The other link may be slow because of the neighbour.
     if not links:
         return
-    rate = {host: max(_rate(link) for link in _of(host, links)) for host in range(len(nodes))}
-    late = {host: min(link["latency"] for link in _of(host, links)) for host in range(len(nodes))}
-    usual = statistics.median_high(rate.values())
-    quick = statistics.median_low(late.values())
-    for host, node in enumerate(nodes):
-        said = ((f"to {nodes[_other(host, link)].host} {_per_second(_rate(link))} and "
-                f"{_microseconds(link['latency'])}")
-                for link in _of(host, links))  # fmt: skip
-        slow = rate[host] < _SLOW_LINK * usual or late[host] > _LATE * quick + _LATE_SECONDS
-        usually = (
-            f", where {_per_second(usual)} and {_microseconds(quick)} are the median"
-            if slow
+    rate_by_host = {
+        host_index: max(_bytes_per_second(link) for link in _links_of_host(host_index, links))
+        for host_index in range(len(nodes))
+    }
+    latency_by_host = {
+        host_index: min(link["latency"] for link in _links_of_host(host_index, links))
+        for host_index in range(len(nodes))
+    }
+    median_rate = statistics.median_high(rate_by_host.values())
+    median_latency = statistics.median_low(latency_by_host.values())
+    for host_index, node in enumerate(nodes):
+        link_texts = ((f"to {nodes[_other_host(host_index, link)].host} {_rate_text(_bytes_per_second(link))} and "
+                f"{_microseconds_text(link['latency'])}")
+                for link in _links_of_host(host_index, links))  # fmt: skip
+        is_slow = (
+            rate_by_host[host_index] < _SLOW_LINK_SHARE * median_rate
+            or latency_by_host[host_index] > _LATE_FACTOR * median_latency + _LATE_SECONDS
+        )
+        median_text = (
+            f", where {_rate_text(median_rate)} and {_microseconds_text(median_latency)} are the median"
+            if is_slow
             else ""
         )
-        what = f"{'SLOW: ' if slow else ''}{', '.join(said)}{usually}"
-        mend = (
+        observation = f"{'SLOW: ' if is_slow else ''}{', '.join(link_texts)}{median_text}"
+        remedy = (
             "check its cable, switch port and interface (ethtool, ibstat) and "
             "launch.interface, or --exclude it"
         )
-        found = judged(node.host, "link", not slow, what, mend, else_=FAILED)
-        yield _with(found, bytes_per_second=rate[host], latency_seconds=late[host])
+        finding = judge_check(
+            node.host, "link", not is_slow, observation, remedy, verdict_if_not_good=FAILED
+        )
+        yield _add_figures(
+            finding,
+            bytes_per_second=rate_by_host[host_index],
+            latency_seconds=latency_by_host[host_index],
+        )
 
 
-def _all_reduce(measured: Mapping[str, Any], nodes: Sequence[Node]) -> Iterator[Finding]:
-    found = measured.get("all_reduce")
-    if found is None:
+def _all_reduce_findings(
+    measurements: Mapping[str, Any], nodes: Sequence[Node]
+) -> Iterator[Finding]:
+    all_reduce = measurements.get("all_reduce")
+    if all_reduce is None:
         return
-    ranks = sum(node.slots for node in nodes)
+    rank_count = sum(node.slots for node in nodes)
     # Bus bandwidth as nccl-tests defines it: a ring sends each byte 2 (n - 1) / n times.
-    bus = 2 * (ranks - 1) / ranks * found["bytes"] / found["seconds"]
-    what = (
-        f"{count_with_noun(ranks, 'rank')}: {_microseconds(found['latency'])} for 4 B, "
-        f"{_per_second(bus)} on the bus for "
-        f"{human_bytes(found['bytes'])}"
+    bus_rate = 2 * (rank_count - 1) / rank_count * all_reduce["bytes"] / all_reduce["seconds"]
+    observation = (
+        f"{count_with_noun(rank_count, 'rank')}: {_microseconds_text(all_reduce['latency'])} for 4 B, "
+        f"{_rate_text(bus_rate)} on the bus for "
+        f"{human_bytes(all_reduce['bytes'])}"
     )
-    yield _with(
-        Finding("all", "all-reduce", OK, what),
-        bytes_per_second=bus,
-        latency_seconds=found["latency"],
+    yield _add_figures(
+        Finding("all", "all-reduce", OK, observation),
+        bytes_per_second=bus_rate,
+        latency_seconds=all_reduce["latency"],
     )
 
 
-def _of(host: int, links: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    return [link for link in links if host in link["hosts"]]
+def _links_of_host(host_index: int, links: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [link for link in links if host_index in link["hosts"]]
 
 
-def _other(host: int, link: Mapping[str, Any]) -> int:
-    first, second = link["hosts"]
-    return int(second if first == host else first)
+def _other_host(host_index: int, link: Mapping[str, Any]) -> int:
+    first_host, second_host = link["hosts"]
+    return int(second_host if first_host == host_index else first_host)
 
 
-def _rate(link: Mapping[str, Any]) -> float:
+def _bytes_per_second(link: Mapping[str, Any]) -> float:
     return float(link["bytes"] / link["seconds"])
 
 
-def _with(finding: Finding, **figures: float) -> Finding:
-    finding.figures.update({name: float(f"{value:.4g}") for name, value in figures.items()})
+def _add_figures(finding: Finding, **figures: float) -> Finding:
+    finding.figures.update({name: float(f"{figure:.4g}") for name, figure in figures.items()})
     return finding
 
 
-def _flops(rate: float) -> str:
-    return f"{rate / 1e12:.1f} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:.0f} GFLOP/s"
+def _flops_text(flops_per_second: float) -> str:
+    return (
+        f"{flops_per_second / 1e12:.1f} TFLOP/s"
+        if flops_per_second >= 1e12
+        else f"{flops_per_second / 1e9:.0f} GFLOP/s"
+    )
 
 
-def _per_second(rate: float) -> str:
-    return f"{rate / 1e9:.2f} GB/s" if rate >= 1e9 else f"{rate / 1e6:.1f} MB/s"
+def _rate_text(bytes_per_second: float) -> str:
+    return (
+        f"{bytes_per_second / 1e9:.2f} GB/s"
+        if bytes_per_second >= 1e9
+        else f"{bytes_per_second / 1e6:.1f} MB/s"
+    )
 
 
-def _microseconds(seconds: float) -> str:
+def _microseconds_text(seconds: float) -> str:
     return f"{seconds * 1e6:.0f} us"

@@ -43,33 +43,47 @@ class Finding:
         return f"  {self.host:<20} {self.check:<14} {self.verdict:<8} {self.what}{mend}"
 
 
-def judged(
-    host: str, check: str, good: bool, what: str, mend: str, *, else_: Literal["warning", "failed"]
+def judge_check(
+    host_name: str,
+    check_name: str,
+    is_good: bool,
+    observation: str,
+    remedy: str,
+    *,
+    verdict_if_not_good: Literal["warning", "failed"],
 ) -> Finding:
-    """Return a finding that is OK if `good`, else has the verdict `else_` and the remedy."""
-    return Finding(host, check, OK if good else else_, what, "" if good else mend)
+    """Return a finding that is OK if `is_good`, else has the verdict `verdict_if_not_good` and the remedy."""
+    return Finding(
+        host_name,
+        check_name,
+        OK if is_good else verdict_if_not_good,
+        observation,
+        "" if is_good else remedy,
+    )
 
 
 def format_findings(findings: Sequence[Finding]) -> str:
     """Return the table of findings and the summary; failures come last, where a reader looks."""
-    ordered = sorted(findings, key=lambda one: (OK, WARNING, FAILED).index(one.verdict))
-    return "\n".join([*map(str, ordered), summary(findings)])
+    sorted_findings = sorted(
+        findings, key=lambda finding: (OK, WARNING, FAILED).index(finding.verdict)
+    )
+    return "\n".join([*map(str, sorted_findings), summarize_findings(findings)])
 
 
-def summary(findings: Sequence[Finding]) -> str:
+def summarize_findings(findings: Sequence[Finding]) -> str:
     """Return `ready`, or the number of failed checks."""
-    failed = sum(one.verdict == FAILED for one in findings)
-    return f"{failed} of {len(findings)} checks failed" if failed else "ready"
+    failure_count = sum(finding.verdict == FAILED for finding in findings)
+    return f"{failure_count} of {len(findings)} checks failed" if failure_count else "ready"
 
 
-def as_json(findings: Sequence[Finding]) -> str:
+def findings_json(findings: Sequence[Finding]) -> str:
     """Return all findings as JSON; `ortlaunch schema --doctor` prints its schema."""
     return json.dumps([asdict(finding) for finding in findings], indent=2)
 
 
-def refused(wrong: Sequence[Finding]) -> LaunchError:
+def failed_checks_error(failed_findings: Sequence[Finding]) -> LaunchError:
     """Return the failed checks as an error."""
-    table = "\n".join(map(str, wrong))
+    table = "\n".join(map(str, failed_findings))
     return LaunchError(
         f"the hosts are not ready, and nothing was started (launch.preflight):\n{table}"
     )

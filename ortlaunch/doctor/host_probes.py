@@ -22,18 +22,18 @@ from ortlaunch.launch.ssh import needs_no_ssh, ssh_argv
 _CONNECT_SECONDS = 8  # ssh's own limit
 # Modules must not be imported from the current folder there. The argument is the probe's length in
 # bytes: all that follows on standard input are requests to it.
-_PYTHON = (
+_BOOTSTRAP_CODE = (
     "import sys; sys.path[:] = filter(None, sys.path); "
     "exec(sys.stdin.buffer.read(int(sys.argv[1])))"
 )
-_SECONDS = 12.0  # for the first answer
-_AGAIN_SECONDS = 6.0  # for the second one; a probe itself takes at most 3
-_MORE_SECONDS = 0.05  # for each host: all of them start a program on this one
-_PAIRS = 32  # with more other hosts, each host tries only some of them
+_FIRST_ANSWER_SECONDS = 12.0  # for the first answer
+_SECOND_ANSWER_SECONDS = 6.0  # for the second one; a probe itself takes at most 3
+_EXTRA_SECONDS_PER_HOST = 0.05  # for each host: all of them start a program on this one
+_MAX_PAIRS = 32  # with more other hosts, each host tries only some of them
 _LEAVE_SECONDS = 2.0  # until a probe is killed after the end of its input
-_NO_PASSWORD = "ssh {host} must work without a password"
+_NO_PASSWORD_REMEDY = "ssh {host} must work without a password"
 # ssh's words -> the remedy.
-_MENDS = {
+_REMEDIES_BY_MESSAGE = {
     "IDENTIFICATION HAS CHANGED": (
         "the host has another key than before: if that is right, ssh-keygen -R {host}, then ssh "
         "{host} once"
@@ -47,63 +47,71 @@ _MENDS = {
 }
 _ERROR_SECONDS = 0.2  # without output, after which the error output counts as complete
 # Connections at one time: each takes three open files of this process.
-_AT_ONCE = 128
+_MAX_CONNECTIONS = 128
 # Hosts that try each other, if there are more hosts than connections.
-_GROUP = 64
+_GROUP_SIZE = 64
 
 
 class ProbeRequest(NamedTuple):
     """The request to all hosts."""
 
-    names: tuple[str, ...]
-    folder: Path | None
+    host_names: tuple[str, ...]
+    run_folder: Path | None
     interface: str | None
-    cuda: bool
+    counts_gpus: bool
     port: int
-    range: tuple[int, int] | None = None  # of ports to try, at every host
+    port_range: tuple[int, int] | None = None  # of ports to try, at every host
 
-    def request_to(self, host: str) -> dict[str, object]:
+    def request_for_host(self, host_name: str) -> dict[str, object]:
         """Return the request to one host, as the argument of the probe's `main`."""
         # ssh may need `user@`, name resolution must not have it.
-        peers = [name.rpartition("@")[2] for name in self.names if name != host]
-        return {"peers": peers[:4], "folder": str(self.folder) if self.folder else None, "ports": self._ports(host),
-                "interface": self.interface, "cuda": self.cuda}  # fmt: skip
+        peer_names = [name.rpartition("@")[2] for name in self.host_names if name != host_name]
+        return {
+            "peers": peer_names[:4],
+            "folder": str(self.run_folder) if self.run_folder else None,
+            "ports": self._ports_of_host(host_name),
+            "interface": self.interface,
+            "cuda": self.counts_gpus,
+        }
 
-    def _ports(self, host: str) -> tuple[int, ...]:
+    def _ports_of_host(self, host_name: str) -> tuple[int, ...]:
         """Return the ports on which a host listens: the ends of the range, else one port."""
-        if self.range is not None:
-            return tuple(dict.fromkeys(self.range))
-        return (self.port if (host,) == self.names[:1] or not self.names else 0,)
+        if self.port_range is not None:
+            return tuple(dict.fromkeys(self.port_range))
+        return (self.port if (host_name,) == self.host_names[:1] or not self.host_names else 0,)
 
-    def to(self, host: str) -> bytes:
+    def program_for_host(self, host_name: str) -> bytes:
         """Return the program for a host: the probe's source and a call of its `main`."""
-        return Path(probe.__file__).read_bytes() + f"\nmain({self.request_to(host)!r})\n".encode()
+        return (
+            Path(probe.__file__).read_bytes()
+            + f"\nmain({self.request_for_host(host_name)!r})\n".encode()
+        )
 
 
-class NoAnswer(NamedTuple):
+class ProbeFailure(NamedTuple):
     """The reason why a host did not answer; `check` names the failed check."""
 
-    check: str
-    what: str
-    mend: str
+    failed_check: str
+    observation: str
+    remedy: str
 
 
-class Answer(NamedTuple):
+class ProbeAnswer(NamedTuple):
     """The answer of a host."""
 
     properties: Json
     """The values of the probe."""
-    took: float
+    answer_seconds: float
     """Seconds until the answer."""
-    skew: float = 0.0
+    clock_skew_seconds: float = 0.0
     """Difference of its clock to this host's, in seconds."""
-    doubt: float = 0.0
+    skew_error_seconds: float = 0.0
     """Possible error of `skew`, in seconds."""
-    reached: tuple[Reached, ...] = ()
+    connections: tuple[ConnectionResult, ...] = ()
     """Its connections to other hosts."""
 
 
-class Reached(NamedTuple):
+class ConnectionResult(NamedTuple):
     """The result of a connection from one host to a port of another."""
 
     host: str
@@ -112,12 +120,12 @@ class Reached(NamedTuple):
     """Error of the TCP connection; "" if it was accepted."""
     udp: bool
     """Whether a datagram was answered."""
-    whole: bool
+    passes_whole_packet: bool
     """Whether a packet of `mtu` bytes was answered."""
-    mtu: int
+    mtu_bytes: int
 
 
-def query_hosts(request: ProbeRequest) -> tuple[list[Answer | NoAnswer], str | None]:
+def query_hosts(request: ProbeRequest) -> tuple[list[ProbeAnswer | ProbeFailure], str | None]:
     """Query all hosts.
 
     At most `_AT_ONCE` connections are open. As soon as enough hosts have answered, they form a
@@ -127,159 +135,212 @@ def query_hosts(request: ProbeRequest) -> tuple[list[Answer | NoAnswer], str | N
         Each host's answer, in the order of the names; and the name of the host that all others
         tried to reach, None if none listened.
     """
-    names = request.names
-    seconds = _SECONDS + _MORE_SECONDS * min(len(names), _AT_ONCE)
-    calls: dict[int, _ProbeCall] = {}
-    running: dict[Future[_ProbeCall], int] = {}
-    meeting: _ProbeCall | None = None
-    group: list[int] = []
-    started = 0
+    host_names = request.host_names
+    limit_seconds = _FIRST_ANSWER_SECONDS + _EXTRA_SECONDS_PER_HOST * min(
+        len(host_names), _MAX_CONNECTIONS
+    )
+    call_by_index: dict[int, _ProbeCall] = {}
+    index_by_future: dict[Future[_ProbeCall], int] = {}
+    meeting_call: _ProbeCall | None = None
+    group_indices: list[int] = []
+    started_count = 0
     with (
-        ThreadPoolExecutor(_AT_ONCE) as first,
-        ThreadPoolExecutor(_AT_ONCE) as second,
+        ThreadPoolExecutor(_MAX_CONNECTIONS) as connection_pool,
+        ThreadPoolExecutor(_MAX_CONNECTIONS) as group_pool,
         contextlib.ExitStack() as open_calls,
     ):
-        while running or started < len(names):
-            while started < len(names) and len(running) + len(group) < _AT_ONCE:
-                running[first.submit(_ProbeCall, request, seconds, names[started])] = started
-                started += 1
-            for done in wait(running, return_when=FIRST_COMPLETED).done:
-                at = running.pop(done)
-                calls[at] = done.result()
-                open_calls.callback(calls[at].close)
-                if isinstance(calls[at].answer, Answer):
-                    group.append(at)
+        while index_by_future or started_count < len(host_names):
+            while (
+                started_count < len(host_names)
+                and len(index_by_future) + len(group_indices) < _MAX_CONNECTIONS
+            ):
+                index_by_future[
+                    connection_pool.submit(
+                        _ProbeCall, request, limit_seconds, host_names[started_count]
+                    )
+                ] = started_count
+                started_count += 1
+            for future in wait(index_by_future, return_when=FIRST_COMPLETED).done:
+                host_index = index_by_future.pop(future)
+                call_by_index[host_index] = future.result()
+                open_calls.callback(call_by_index[host_index].end_or_kill)
+                if isinstance(call_by_index[host_index].answer, ProbeAnswer):
+                    group_indices.append(host_index)
                 else:
-                    calls[at].close()
+                    call_by_index[host_index].end_or_kill()
             # No group is formed before the first host has answered: all others try to reach it,
             # because ranks will meet there.
-            is_last = not running and started == len(names)
-            if is_last or (0 in calls and started < len(names) and len(group) >= _GROUP):
-                members = [calls[at] for at in sorted(group)]
+            is_last_group = not index_by_future and started_count == len(host_names)
+            if is_last_group or (
+                0 in call_by_index
+                and started_count < len(host_names)
+                and len(group_indices) >= _GROUP_SIZE
+            ):
+                members = [call_by_index[host_index] for host_index in sorted(group_indices)]
                 # If the first host does not answer, the next one that listens replaces it.
-                meeting = meeting or next((call for call in members if call.listens), None)
-                _try_each_other(members, meeting, second)
-                group = []
-    return [calls[at].answer for at in range(len(names))], meeting.host if meeting else None
+                meeting_call = meeting_call or next(
+                    (call for call in members if call.can_be_reached), None
+                )
+                _try_each_other(members, meeting_call, group_pool)
+                group_indices = []
+    return [
+        call_by_index[host_index].answer for host_index in range(len(host_names))
+    ], meeting_call.host_name if meeting_call else None
 
 
 def _try_each_other(
-    members: list[_ProbeCall], meeting: _ProbeCall | None, pool: ThreadPoolExecutor
+    member_calls: list[_ProbeCall], meeting_call: _ProbeCall | None, pool: ThreadPoolExecutor
 ) -> None:
     """Let the hosts that listen try each other and the meeting host, then end their probes."""
-    group = [meeting] if meeting else []
-    group += [call for call in members if call.listens and call is not meeting]
-    rest = [call for call in members if call not in group]
-    list(pool.map(functools.partial(_ProbeCall.second, group=group), [*group, *rest]))
+    listening_calls = [meeting_call] if meeting_call else []
+    listening_calls += [
+        call for call in member_calls if call.can_be_reached and call is not meeting_call
+    ]
+    other_calls = [call for call in member_calls if call not in listening_calls]
+    list(
+        pool.map(
+            functools.partial(_ProbeCall.try_others_in_group, group=listening_calls),
+            [*listening_calls, *other_calls],
+        )
+    )
     # Closed now rather than at the end, because each call holds three open files. The meeting host
     # stays open for later groups.
-    list(pool.map(_ProbeCall.close, (call for call in members if call is not meeting)))
+    list(
+        pool.map(
+            _ProbeCall.end_or_kill, (call for call in member_calls if call is not meeting_call)
+        )
+    )
 
 
-def _others(call: _ProbeCall, group: list[_ProbeCall]) -> list[_ProbeCall]:
+def _hosts_to_try(call: _ProbeCall, group_calls: list[_ProbeCall]) -> list[_ProbeCall]:
     """Return the hosts that a host tries: in a small group all others.
 
     In a large group the first host tries all. Every other host tries the first one, and the hosts
     1, 2, 4, ... places before and after it, so that each pair is tried in both directions.
     """
-    if call not in group:
+    if call not in group_calls:
         return []
-    at = group.index(call)
-    count = len(group)
-    if count <= _PAIRS + 1 or at == 0:
-        return [one for one in group if one is not call]
-    distances = [sign << power for power in range(count.bit_length() - 1) for sign in (1, -1)]
+    call_index = group_calls.index(call)
+    group_size = len(group_calls)
+    if group_size <= _MAX_PAIRS + 1 or call_index == 0:
+        return [other_call for other_call in group_calls if other_call is not call]
+    distances = [sign << power for power in range(group_size.bit_length() - 1) for sign in (1, -1)]
     return [
-        group[place]
-        for place in sorted({0, *((at + distance) % count for distance in distances)} - {at})
+        group_calls[member_index]
+        for member_index in sorted(
+            {0, *((call_index + distance) % group_size for distance in distances)} - {call_index}
+        )
     ]
 
 
 class _ProbeCall:
     """A probe that was started on a host, with its answer or the reason for none."""
 
-    def __init__(self, request: ProbeRequest, seconds: float, host: str) -> None:
-        self.host = host
-        self._deadline = time.monotonic() + seconds
-        self._began = time.monotonic()
-        self._seconds = seconds
-        self.answer: Answer | NoAnswer = self._first(request.to(host))
+    def __init__(self, request: ProbeRequest, limit_seconds: float, host_name: str) -> None:
+        self.host_name = host_name
+        self._deadline = time.monotonic() + limit_seconds
+        self._start_time = time.monotonic()
+        self._limit_seconds = limit_seconds
+        self.answer: ProbeAnswer | ProbeFailure = self._start_and_read_answer(
+            request.program_for_host(host_name)
+        )
 
     @property
-    def listens(self) -> bool:
+    def can_be_reached(self) -> bool:
         """Whether other hosts can try to reach it."""
-        if isinstance(self.answer, NoAnswer):
+        if isinstance(self.answer, ProbeFailure):
             return False
         return self.answer.properties["address"] is not None and bool(
             self.answer.properties["doors"]
         )
 
-    def _first(self, program: bytes) -> Answer | NoAnswer:
-        remote = [sys.executable, "-c", _PYTHON, str(len(program))]
-        command = remote if needs_no_ssh(self.host) else _at(self.host, remote)
+    def _start_and_read_answer(self, program: bytes) -> ProbeAnswer | ProbeFailure:
+        remote_argv = [sys.executable, "-c", _BOOTSTRAP_CODE, str(len(program))]
+        argv = (
+            remote_argv
+            if needs_no_ssh(self.host_name)
+            else _remote_argv(self.host_name, remote_argv)
+        )
         self._process: subprocess.Popen[bytes] | None = None
         try:
             self._process = subprocess.Popen(
-                command,
+                argv,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 start_new_session=True,  # so that `close` can kill its whole process group
             )
         except OSError as error:
-            return NoAnswer(
+            return ProbeFailure(
                 "reached",
-                f"cannot start {command[0]} here: {error.strerror}",
-                f"install {command[0]}",
+                f"cannot start {argv[0]} here: {error.strerror}",
+                f"install {argv[0]}",
             )
-        self._send(program)
-        line = self._line()
-        took = time.monotonic() - self._began
-        if line is None:
-            return NoAnswer(
-                "reached", f"no answer within {self._seconds:.0f} s", f"try: ssh {self.host} true"
+        self._send_input(program)
+        answer_line = self._read_answer_line()
+        answer_seconds = time.monotonic() - self._start_time
+        if answer_line is None:
+            return ProbeFailure(
+                "reached",
+                f"no answer within {self._limit_seconds:.0f} s",
+                f"try: ssh {self.host_name} true",
             )
         with contextlib.suppress(ValueError, SyntaxError):
-            return Answer(ast.literal_eval(line.decode()), took)
-        return self._failed(line)
+            return ProbeAnswer(ast.literal_eval(answer_line.decode()), answer_seconds)
+        return self._failure_of_probe(answer_line)
 
-    def second(self, group: list[_ProbeCall]) -> None:
+    def try_others_in_group(self, group: list[_ProbeCall]) -> None:
         """Measure the host's clock, and let it try the ports of the others in the group."""
-        if isinstance(self.answer, NoAnswer):
+        if isinstance(self.answer, ProbeFailure):
             return
-        places = [
-            (one, tcp, udp) for one in _others(self, group) for tcp, udp in one.properties["doors"]
+        ports_to_try = [
+            (other_call, tcp_port, udp_port)
+            for other_call in _hosts_to_try(self, group)
+            for tcp_port, udp_port in other_call.properties["doors"]
         ]
-        words = " ".join(
-            f"{one.properties['address']} {tcp} {udp} {one.properties['mtu']}"
-            for one, tcp, udp in places
+        ports_text = " ".join(
+            f"{other_call.properties['address']} {tcp_port} {udp_port} {other_call.properties['mtu']}"
+            for other_call, tcp_port, udp_port in ports_to_try
         )
         # The clock was read between request and answer, so half of that time is the possible error.
-        before = time.time()
-        self._deadline = time.monotonic() + _AGAIN_SECONDS
-        self._send(f"{words}\n".encode())
-        line = self._line()
+        request_time = time.time()
+        self._deadline = time.monotonic() + _SECOND_ANSWER_SECONDS
+        self._send_input(f"{ports_text}\n".encode())
+        answer_line = self._read_answer_line()
         try:
-            found = ast.literal_eval((line or b"").decode())
-            doubt = max(0.0, time.time() - before - found["took"]) / 2
+            answer = ast.literal_eval((answer_line or b"").decode())
+            skew_error_seconds = max(0.0, time.time() - request_time - answer["took"]) / 2
         except (ValueError, SyntaxError):
-            self.answer = NoAnswer("reached", "it stopped answering", f"try: ssh {self.host} true")
+            self.answer = ProbeFailure(
+                "reached", "it stopped answering", f"try: ssh {self.host_name} true"
+            )
             return
-        reached = [Reached(one.host, tcp, error, udp, whole, min(one.properties["mtu"], self.properties["mtu"]))
-                   for (one, tcp, _), (error, udp, whole) in zip(places, found["reach"])]  # fmt: skip
+        connections = [
+            ConnectionResult(
+                other_call.host_name,
+                tcp_port,
+                error,
+                udp_port,
+                passes_whole_packet,
+                min(other_call.properties["mtu"], self.properties["mtu"]),
+            )
+            for (other_call, tcp_port, _), (error, udp_port, passes_whole_packet) in zip(
+                ports_to_try, answer["reach"]
+            )
+        ]
         self.answer = self.answer._replace(
-            skew=found["time"] - before - doubt,
-            doubt=doubt,
-            reached=(*self.answer.reached, *reached),
+            clock_skew_seconds=answer["time"] - request_time - skew_error_seconds,
+            skew_error_seconds=skew_error_seconds,
+            connections=(*self.answer.connections, *connections),
         )
 
     @property
     def properties(self) -> Json:
         """The values of the probe; only for a host that answered."""
-        assert isinstance(self.answer, Answer)
+        assert isinstance(self.answer, ProbeAnswer)
         return self.answer.properties
 
-    def close(self) -> None:
+    def end_or_kill(self) -> None:
         """End the probe; kill it if it does not end by itself."""
         if self._process is None:
             return
@@ -288,14 +349,14 @@ class _ProbeCall:
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(0.0 if isinstance(self.answer, NoAnswer) else _LEAVE_SECONDS)
+            self._process.wait(0.0 if isinstance(self.answer, ProbeFailure) else _LEAVE_SECONDS)
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
         with self._process:  # closes its pipes
             self._process = None
 
-    def _send(self, data: bytes) -> None:
+    def _send_input(self, data: bytes) -> None:
         assert self._process is not None
         assert self._process.stdin is not None
         # If the probe has ended, reading its output gives the reason.
@@ -303,7 +364,7 @@ class _ProbeCall:
             self._process.stdin.write(data)
             self._process.stdin.flush()
 
-    def _line(self) -> bytes | None:
+    def _read_answer_line(self) -> bytes | None:
         """Return the probe's next line, without output of a login shell before it.
 
         All output if the probe ended instead; None after the deadline.
@@ -311,55 +372,70 @@ class _ProbeCall:
         assert self._process is not None
         assert self._process.stdout is not None
         pipe = self._process.stdout
-        text = b""
-        while not (text.endswith(b"\n") and _is_answer(text.splitlines()[-1])):
+        output = b""
+        while not (output.endswith(b"\n") and _is_answer_line(output.splitlines()[-1])):
             if not select.select([pipe], [], [], max(0.0, self._deadline - time.monotonic()))[0]:
                 return None
-            piece = os.read(pipe.fileno(), 1 << 16)
-            if not piece:
-                return text
-            text += piece
-        return text.splitlines()[-1]
+            chunk = os.read(pipe.fileno(), 1 << 16)
+            if not chunk:
+                return output
+            output += chunk
+        return output.splitlines()[-1]
 
-    def _failed(self, line: bytes) -> NoAnswer:
+    def _failure_of_probe(self, last_output: bytes) -> ProbeFailure:
         """Return the reason why a probe ended or printed something else."""
         assert self._process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1)
-        status = self._process.returncode
-        errors = self._errors().decode(errors="replace")
-        words = (text.strip() for text in (errors, line.decode(errors="replace")))
-        said = next((text.splitlines()[-1] for text in words if text), f"status {status}")
+        exit_status = self._process.returncode
+        error_text = self._read_error_output().decode(errors="replace")
+        output_texts = (
+            output_text.strip()
+            for output_text in (error_text, last_output.decode(errors="replace"))
+        )
+        last_message = next(
+            (output_text.splitlines()[-1] for output_text in output_texts if output_text),
+            f"status {exit_status}",
+        )
         # A shell's status for a program that it cannot execute or find.
-        if status in (126, 127):
-            mend = "install the same environment there, under the same path"
-            return NoAnswer("interpreter", f"{sys.executable} is missing there ({said})", mend)
-        mend = next((mend for word, mend in _MENDS.items() if word in errors), _NO_PASSWORD)
-        return NoAnswer("reached", said, mend.format(host=self.host))
+        if exit_status in (126, 127):
+            remedy = "install the same environment there, under the same path"
+            return ProbeFailure(
+                "interpreter", f"{sys.executable} is missing there ({last_message})", remedy
+            )
+        remedy = next(
+            (
+                remedy
+                for message_part, remedy in _REMEDIES_BY_MESSAGE.items()
+                if message_part in error_text
+            ),
+            _NO_PASSWORD_REMEDY,
+        )
+        return ProbeFailure("reached", last_message, remedy.format(host=self.host_name))
 
-    def _errors(self) -> bytes:
+    def _read_error_output(self) -> bytes:
         """Return the probe's error output."""
         # Not until its end: a shared connection of ssh may keep the pipe open.
         assert self._process is not None
         assert self._process.stderr is not None
         pipe = self._process.stderr
-        text = b""
+        error_output = b""
         while select.select([pipe], [], [], _ERROR_SECONDS)[0] and (
-            piece := os.read(pipe.fileno(), 1 << 16)
+            chunk := os.read(pipe.fileno(), 1 << 16)
         ):
-            text += piece
-        return text
+            error_output += chunk
+        return error_output
 
 
-def _is_answer(line: bytes) -> bool:
+def _is_answer_line(output_line: bytes) -> bool:
     """Return whether a line is a probe's, not one of a login shell."""
     try:
-        return isinstance(ast.literal_eval(line.decode()), dict)
+        return isinstance(ast.literal_eval(output_line.decode()), dict)
     except (ValueError, SyntaxError):
         return False
 
 
-def _at(host: str, remote: list[str]) -> list[str]:
+def _remote_argv(host_name: str, remote_program: list[str]) -> list[str]:
     """Return the command that runs a program on another host: ssh, or a step of the Slurm job."""
     # Compute nodes of many clusters accept no ssh, but a job may always start steps.
     if "SLURM_JOB_ID" in os.environ:
@@ -369,7 +445,7 @@ def _at(host: str, remote: list[str]) -> list[str]:
             "--mpi=none",
             "--nodes=1",
             "--ntasks=1",
-            f"--nodelist={host}",
-            *remote,
+            f"--nodelist={host_name}",
+            *remote_program,
         ]
-    return ssh_argv(host, remote, _CONNECT_SECONDS)
+    return ssh_argv(host_name, remote_program, _CONNECT_SECONDS)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ortlaunch.doctor import host_probes, probe
-from ortlaunch.doctor.finding import FAILED, OK, WARNING, Finding, judged
-from ortlaunch.doctor.host_probes import Answer, NoAnswer, ProbeRequest, Reached
+from ortlaunch.doctor.finding import FAILED, OK, WARNING, Finding, judge_check
+from ortlaunch.doctor.host_probes import ConnectionResult, ProbeAnswer, ProbeFailure, ProbeRequest
 from ortlaunch.errors import InputError
 from ortlaunch.json_types import Json
 from ortlaunch.launch_plan import LOCAL_NAMES, Node
@@ -18,13 +18,13 @@ from ortlaunch.units import count_with_noun, human_bytes
 
 # Times of records on different hosts are compared; more skew would order them wrongly.
 _SKEW_SECONDS = 5.0
-_FEW_FILES = 1024  # the usual soft limit
+_LEAST_OPEN_FILES = 1024  # the usual soft limit
 # Docker's default size of /dev/shm, which NCCL uses between ranks of one host.
-_LITTLE_SHM = 64 << 20
+_LEAST_SHM_BYTES = 64 << 20
 # Less holds none of the folders and sockets that mpirun and data workers make.
-_LITTLE_TEMPORARY = 1 << 20
+_LEAST_TEMPORARY_BYTES = 1 << 20
 # InfiniBand registers (locks) its buffers.
-_LITTLE_MEMLOCK = 64 << 20
+_LEAST_MEMLOCK_BYTES = 64 << 20
 
 
 class HostRequirements(NamedTuple):
@@ -32,307 +32,431 @@ class HostRequirements(NamedTuple):
 
     nodes: tuple[Node, ...]
     device: str
-    folder: Path | None  # the run's, which must be shared; None: not checked
-    bytes_needed: int = 0  # free bytes required on its disk
-    quick: bool = False  # check only for failures, not for a slow run
+    run_folder: Path | None  # the run's, which must be shared; None: not checked
+    disk_bytes_needed: int = 0  # free bytes required on its disk
+    checks_failures_only: bool = False  # check only for failures, not for a slow run
     interface: str | None = None  # the network interface where ranks meet
     port: int = 0  # the port of the first host where ranks meet; 0: any
-    shared_bytes: int = 0  # bytes of /dev/shm that data workers need on a host
-    ports: tuple[int, int] | None = None  # range of ports that all hosts must reach of each other
+    shared_memory_bytes: int = 0  # bytes of /dev/shm that data workers need on a host
+    port_range: tuple[int, int] | None = (
+        None  # range of ports that all hosts must reach of each other
+    )
 
     @property
-    def request(self) -> ProbeRequest:
+    def probe_request(self) -> ProbeRequest:
         """The request to each host."""
         names = tuple(node.host for node in self.nodes)
         return ProbeRequest(
-            names, self.folder, self.interface, self.device == "cuda", self.port, self.ports
+            names,
+            self.run_folder,
+            self.interface,
+            self.device == "cuda",
+            self.port,
+            self.port_range,
         )
 
 
-def check_hosts(required: HostRequirements) -> list[Finding]:
+def check_hosts(requirements: HostRequirements) -> list[Finding]:
     """Run every check on every host; return the findings in the order of the hosts."""
-    with _token(required.folder) as token:
-        answers, meeting = host_probes.query_hosts(required.request)
-    here = probe.versions()
-    sources = probe.sources()
-    found: list[Finding] = []
-    usual = _usual_cpus(answers)
-    shut = _shut(answers)
-    first_of = dict[str, str]()
+    with _write_token_during_check(requirements.run_folder) as token:
+        answers, meeting_host = host_probes.query_hosts(requirements.probe_request)
+    local_versions = probe.installed_versions()
+    local_sources_sum = probe.sources_checksum()
+    findings: list[Finding] = []
+    usual_cpu_count = _most_common_cpu_count(answers)
+    error_by_closed_port = _unreachable_ports(answers)
+    host_by_machine = dict[str, str]()
     # With an absent host, routes are not judged: others may lack a route only to that one.
-    routed = len(required.nodes) > 1 and not any(isinstance(answer, NoAnswer) for answer in answers)
-    for node, answer in zip(required.nodes, answers):
-        if isinstance(answer, NoAnswer):
-            found.append(Finding(node.host, answer.check, FAILED, answer.what, answer.mend))
+    judges_routes = len(requirements.nodes) > 1 and not any(
+        isinstance(answer, ProbeFailure) for answer in answers
+    )
+    for node, answer in zip(requirements.nodes, answers):
+        if isinstance(answer, ProbeFailure):
+            findings.append(
+                Finding(node.host, answer.failed_check, FAILED, answer.observation, answer.remedy)
+            )
             continue
         properties = answer.properties
-        reached = f"{properties['hostname']}, Python {properties['python']}, {answer.took:.1f} s"
-        found += [
-            Finding(node.host, "reached", OK, reached),
-            _packages(node.host, properties["packages"], here),
+        reached_text = f"{properties['hostname']}, Python {properties['python']}, {answer.answer_seconds:.1f} s"
+        findings += [
+            Finding(node.host, "reached", OK, reached_text),
+            _package_finding(node.host, properties["packages"], local_versions),
         ]
         # Same version, other files: usually a checkout that was edited on one host only.
-        if properties["sources"] != sources and properties["packages"].get("ortlaunch") == here.get(
+        if properties["sources"] != local_sources_sum and properties["packages"].get(
             "ortlaunch"
-        ):
-            what = "ortlaunch has the same version but different files than here"
-            mend = "install the same build on every host"
-            found.append(Finding(node.host, "packages", FAILED, what, mend))
+        ) == local_versions.get("ortlaunch"):
+            observation = "ortlaunch has the same version but different files than here"
+            remedy = "install the same build on every host"
+            findings.append(Finding(node.host, "packages", FAILED, observation, remedy))
         if (
-            first := first_of.setdefault(properties["machine"] or node.host, node.host)
+            first_name := host_by_machine.setdefault(properties["machine"] or node.host, node.host)
         ) != node.host:
-            what = f"is the same machine as {first}"
-            mend = f"list it once, as {first}, with the slots of both"
-            found.append(
-                judged(
+            observation = f"is the same machine as {first_name}"
+            remedy = f"list it once, as {first_name}, with the slots of both"
+            findings.append(
+                judge_check(
                     node.host,
                     "alias",
                     False,
-                    what,
-                    mend,
-                    else_=FAILED if required.device == "cuda" else WARNING,
+                    observation,
+                    remedy,
+                    verdict_if_not_good=FAILED if requirements.device == "cuda" else WARNING,
                 )
             )
-        found += _network(node.host, answer, required, routed, meeting)
-        found += _reached(
-            node.host, answer.reached, shut, sum(isinstance(one, Answer) for one in answers) - 1
+        findings += _network_findings(node.host, answer, requirements, judges_routes, meeting_host)
+        findings += _connection_findings(
+            node.host,
+            answer.connections,
+            error_by_closed_port,
+            sum(isinstance(other_answer, ProbeAnswer) for other_answer in answers) - 1,
         )
-        found += _own(node, properties, required, token)
-        if not required.quick:
-            found += _slow(node.host, answer, required, usual)
-    return found
+        findings += _resource_findings(node, properties, requirements, token)
+        if not requirements.checks_failures_only:
+            findings += _slowness_findings(node.host, answer, requirements, usual_cpu_count)
+    return findings
 
 
-def _usual_cpus(answers: Sequence[Answer | NoAnswer]) -> int:
+def _most_common_cpu_count(answers: Sequence[ProbeAnswer | ProbeFailure]) -> int:
     """Return the number of CPUs that most hosts have."""
-    counts = [answer.properties["cpus"] for answer in answers if isinstance(answer, Answer)]
-    return max(counts, key=counts.count, default=0)
+    cpu_counts = [
+        answer.properties["cpus"] for answer in answers if isinstance(answer, ProbeAnswer)
+    ]
+    return max(cpu_counts, key=cpu_counts.count, default=0)
 
 
-def of_this_host(node: Node, required: HostRequirements) -> list[Finding]:
+def check_this_host_alone(node: Node, requirements: HostRequirements) -> list[Finding]:
     """Run the checks of this host that need no other host."""
-    properties = probe.properties(required.request.request_to(node.host))
-    doors = probe.Doors(properties["address"] or "127.0.0.1", (required.port,))
-    properties["listens"] = doors.ports[0][0] if doors.ports else doors.error
-    alone = required._replace(nodes=(node,))
-    answer = Answer(properties, 0.0)
-    doors.close()
-    found = [
-        *_network(node.host, answer, alone, False, node.host),
-        *_own(node, properties, required, None),
+    host_properties = probe.host_properties(requirements.probe_request.request_for_host(node.host))
+    open_ports = probe.OpenPorts(host_properties["address"] or "127.0.0.1", (requirements.port,))
+    host_properties["listens"] = open_ports.ports[0][0] if open_ports.ports else open_ports.error
+    requirements_alone = requirements._replace(nodes=(node,))
+    answer = ProbeAnswer(host_properties, 0.0)
+    open_ports.close_sockets()
+    findings = [
+        *_network_findings(node.host, answer, requirements_alone, False, node.host),
+        *_resource_findings(node, host_properties, requirements, None),
     ]
     # Both compare with other hosts.
     return [
-        one
-        for one in (*found, *_slow(node.host, answer, required, properties["cpus"]))
-        if one.check not in ("clock", "cpus")
+        finding
+        for finding in (
+            *findings,
+            *_slowness_findings(node.host, answer, requirements, host_properties["cpus"]),
+        )
+        if finding.check not in ("clock", "cpus")
     ]
 
 
-def _packages(host: str, there: dict[str, str], here: dict[str, str]) -> Finding:
-    differ = [f"{name} {there.get(name, 'absent')} (here {here.get(name, 'absent')})"
-              for name in probe.PACKAGES if there.get(name) != here.get(name)]  # fmt: skip
-    if differ:
+def _package_finding(
+    host_name: str, remote_versions: dict[str, str], local_versions: dict[str, str]
+) -> Finding:
+    differences = [
+        f"{package_name} {remote_versions.get(package_name, 'absent')} (here "
+        f"{local_versions.get(package_name, 'absent')})"
+        for package_name in probe.PACKAGES
+        if remote_versions.get(package_name) != local_versions.get(package_name)
+    ]
+    if differences:
         return Finding(
-            host,
+            host_name,
             "packages",
             FAILED,
-            ", ".join(differ),
+            ", ".join(differences),
             "install the same environment on every host",
         )
-    return Finding(host, "packages", OK, f"torch {there.get('torch', 'absent')}, as here")
+    return Finding(
+        host_name, "packages", OK, f"torch {remote_versions.get('torch', 'absent')}, as here"
+    )
 
 
-def _network(
-    host: str, answer: Answer, required: HostRequirements, routed: bool, meeting: str | None
+def _network_findings(
+    host_name: str,
+    answer: ProbeAnswer,
+    requirements: HostRequirements,
+    judges_routes: bool,
+    meeting_host: str | None,
 ) -> Iterator[Finding]:
     """Yield findings on a host's address, and on the port where ranks meet."""
     properties = answer.properties
-    if required.interface is not None and required.interface not in properties["interfaces"]:
-        what = f"no {required.interface} there; it has {', '.join(properties['interfaces'])}"
+    if (
+        requirements.interface is not None
+        and requirements.interface not in properties["interfaces"]
+    ):
+        observation = (
+            f"no {requirements.interface} there; it has {', '.join(properties['interfaces'])}"
+        )
         yield Finding(
-            host, "interface", FAILED, what, "set launch.interface to one that every host has"
+            host_name,
+            "interface",
+            FAILED,
+            observation,
+            "set launch.interface to one that every host has",
         )
         return
-    if routed:
-        mend = "ranks meet over IPv4: check its routes, or set the interface: launch.interface=eth0"
-        local = [node.host for node in required.nodes if node.host in LOCAL_NAMES]
-        if local:
-            mend = f"instead of {local[0]} use the name under which the other hosts reach that host"
-        what = properties["address"] or "no IPv4 route to the other hosts except loopback"
-        yield judged(host, "address", properties["address"] is not None, what, mend, else_=FAILED)
-    named = required.ports is not None or host == required.nodes[0].host
-    if isinstance(properties["listens"], str) and named:
-        where = f"port {required.port}" if required.port else "a free port"
-        where = f"ports {required.ports[0]} and {required.ports[1]}" if required.ports else where
-        mend = (
+    if judges_routes:
+        remedy = (
+            "ranks meet over IPv4: check its routes, or set the interface: launch.interface=eth0"
+        )
+        local_names = [node.host for node in requirements.nodes if node.host in LOCAL_NAMES]
+        if local_names:
+            remedy = f"instead of {local_names[0]} use the name under which the other hosts reach that host"
+        observation = properties["address"] or "no IPv4 route to the other hosts except loopback"
+        yield judge_check(
+            host_name,
+            "address",
+            properties["address"] is not None,
+            observation,
+            remedy,
+            verdict_if_not_good=FAILED,
+        )
+    must_listen = requirements.port_range is not None or host_name == requirements.nodes[0].host
+    if isinstance(properties["listens"], str) and must_listen:
+        port_text = f"port {requirements.port}" if requirements.port else "a free port"
+        port_text = (
+            f"ports {requirements.port_range[0]} and {requirements.port_range[1]}"
+            if requirements.port_range
+            else port_text
+        )
+        remedy = (
             "end the process that uses it, or give another one"
-            if required.port or required.ports
+            if requirements.port or requirements.port_range
             else "run `ip address` there"
         )
         yield Finding(
-            host, "port", FAILED, f"cannot listen at {where}: {properties['listens']}", mend
+            host_name,
+            "port",
+            FAILED,
+            f"cannot listen at {port_text}: {properties['listens']}",
+            remedy,
         )
-    elif host == meeting and (len(required.nodes) > 1 or required.port):
+    elif host_name == meeting_host and (len(requirements.nodes) > 1 or requirements.port):
         yield Finding(
-            host,
+            host_name,
             "port",
             OK,
             f"listens at {properties['address'] or '127.0.0.1'}:{properties['listens']}",
         )
 
 
-def _shut(answers: Sequence[Answer | NoAnswer]) -> dict[tuple[str, int], str]:
+def _unreachable_ports(answers: Sequence[ProbeAnswer | ProbeFailure]) -> dict[tuple[str, int], str]:
     """Return the ports that no host could reach, with the reason.
 
     The reason is then on the host of the port, such as its firewall.
     """
-    tried: dict[tuple[str, int], list[str]] = {}
+    errors_by_port: dict[tuple[str, int], list[str]] = {}
     for answer in answers:
-        for one in answer.reached if isinstance(answer, Answer) else ():
-            tried.setdefault((one.host, one.port), []).append(one.error)
-    return {door: errors[0] for door, errors in tried.items() if all(errors)}
+        for connection in answer.connections if isinstance(answer, ProbeAnswer) else ():
+            errors_by_port.setdefault((connection.host, connection.port), []).append(
+                connection.error
+            )
+    return {
+        host_and_port: errors[0] for host_and_port, errors in errors_by_port.items() if all(errors)
+    }
 
 
-def _reached(
-    host: str, tried: Sequence[Reached], shut: Mapping[tuple[str, int], str], others: int
+def _connection_findings(
+    host_name: str,
+    connections: Sequence[ConnectionResult],
+    error_by_closed_port: Mapping[tuple[str, int], str],
+    other_host_count: int,
 ) -> Iterator[Finding]:
     """Yield findings on a host's connections to others: TCP, UDP, and packets of the MTU's size."""
-    for (name, port), error in shut.items():
-        if name == host:
-            mend = "open all ports between these hosts: check its firewall, or launch.interface"
+    for (closed_host, port), error in error_by_closed_port.items():
+        if closed_host == host_name:
+            remedy = "open all ports between these hosts: check its firewall, or launch.interface"
             yield Finding(
-                host, "port", FAILED, f"no other host reaches its port {port}: {error}", mend
+                host_name, "port", FAILED, f"no other host reaches its port {port}: {error}", remedy
             )
-    closed = [one for one in tried if one.error and (one.host, one.port) not in shut]
-    deaf = [one for one in tried if not one.error and not one.udp]
-    narrow = [one for one in tried if not one.error and one.udp and not one.whole]
-    if closed:
-        places = _listed([f"port {one.port} of {one.host}" for one in closed])
-        mend = f"open all ports between these hosts: check the firewall of {closed[0].host}"
+    closed_connections = [
+        connection
+        for connection in connections
+        if connection.error and (connection.host, connection.port) not in error_by_closed_port
+    ]
+    connections_without_udp = [
+        connection for connection in connections if not connection.error and not connection.udp
+    ]
+    connections_with_low_mtu = [
+        connection
+        for connection in connections
+        if not connection.error and connection.udp and not connection.passes_whole_packet
+    ]
+    if closed_connections:
+        ports_text = _shorten_names(
+            [f"port {connection.port} of {connection.host}" for connection in closed_connections]
+        )
+        remedy = f"open all ports between these hosts: check the firewall of {closed_connections[0].host}"
         yield Finding(
-            host,
+            host_name,
             "port",
             FAILED,
-            f"cannot reach {places}: {closed[0].error}",
-            f"{mend}, or launch.interface",
+            f"cannot reach {ports_text}: {closed_connections[0].error}",
+            f"{remedy}, or launch.interface",
         )
-    elif reached := {one.host for one in tried if not one.error}:
-        rest = (
-            f" of {others}; the others were not tested"
-            if len({one.host for one in tried}) < others
+    elif reached_hosts := {connection.host for connection in connections if not connection.error}:
+        untested_text = (
+            f" of {other_host_count}; the others were not tested"
+            if len({connection.host for connection in connections}) < other_host_count
             else ""
         )
         yield Finding(
-            host,
+            host_name,
             "port",
             OK,
-            f"reaches ports of {count_with_noun(len(reached), 'other host')}{rest}",
+            f"reaches ports of {count_with_noun(len(reached_hosts), 'other host')}{untested_text}",
         )
-    if deaf:
-        what = f"no datagram to {_listed([one.host for one in deaf])} is answered: a lost host "
-        what += "is detected only as a stall"
-        yield Finding(host, "udp", WARNING, what, "open all UDP ports between these hosts")
-    if narrow:
-        names = _listed([one.host for one in narrow])
-        what = f"packets of {narrow[0].mtu} B, the MTU of both interfaces, do not reach {names}"
-        mend = (
+    if connections_without_udp:
+        observation = (
+            "no datagram to "
+            f"{_shorten_names([connection.host for connection in connections_without_udp])} is answered: a lost host "
+        )
+        observation += "is detected only as a stall"
+        yield Finding(
+            host_name, "udp", WARNING, observation, "open all UDP ports between these hosts"
+        )
+    if connections_with_low_mtu:
+        host_names = _shorten_names([connection.host for connection in connections_with_low_mtu])
+        observation = (
+            f"packets of {connections_with_low_mtu[0].mtu_bytes} B, the MTU of both "
+            f"interfaces, do not reach {host_names}"
+        )
+        remedy = (
             "raise the MTU of the path, or lower that of the interfaces: ip link set IFACE mtu 1500"
         )
-        yield Finding(host, "mtu", FAILED, what, mend)
+        yield Finding(host_name, "mtu", FAILED, observation, remedy)
 
 
-def _listed(names: Sequence[str]) -> str:
+def _shorten_names(host_names: Sequence[str]) -> str:
     """Return the first four names, without duplicates, as text."""
-    names = list(dict.fromkeys(names))
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    host_names = list(dict.fromkeys(host_names))
+    return ", ".join(host_names[:4]) + (
+        f" and {len(host_names) - 4} more" if len(host_names) > 4 else ""
+    )
 
 
-def _own(
-    node: Node, properties: Json, required: HostRequirements, token: str | None
+def _resource_findings(
+    node: Node, properties: Json, requirements: HostRequirements, token: str | None
 ) -> Iterator[Finding]:
     """Yield findings on a host's GPUs, its run folder and its disk."""
-    host = node.host
-    if required.device == "cuda":
-        what = f"{properties['gpus']} for {count_with_noun(node.slots, 'slot')}"
-        mend = (
+    host_name = node.host
+    if requirements.device == "cuda":
+        observation = f"{properties['gpus']} for {count_with_noun(node.slots, 'slot')}"
+        remedy = (
             "reduce its slots"
             if properties["gpus"]
             else "check nvidia-smi there, or train with launch.device=cpu"
         )
-        yield judged(host, "gpus", properties["gpus"] >= node.slots, what, mend, else_=FAILED)
+        yield judge_check(
+            host_name,
+            "gpus",
+            properties["gpus"] >= node.slots,
+            observation,
+            remedy,
+            verdict_if_not_good=FAILED,
+        )
     # Only a shared folder has the file that this host has just written.
     if token is not None:
-        shared = properties["token"] == token
-        what = (
-            f"{required.folder} {'is shared' if shared else 'the folder there is not the one here'}"
+        is_shared = properties["token"] == token
+        observation = (
+            f"{requirements.run_folder} "
+            f"{'is shared' if is_shared else 'the folder there is not the one here'}"
         )
-        mend = "give a --run-dir on a disk that all hosts share"
-        if shared and not properties["writable"]:
-            shared = False
-            what = f"{required.folder} cannot be written there"
-            mend = "check how its disk is mounted there"
-        yield judged(host, "run folder", shared, what, mend, else_=FAILED)
-    enough = properties["free"] >= required.bytes_needed
-    need = (
-        f", and checkpoints take {human_bytes(required.bytes_needed)}"
-        if required.bytes_needed
+        remedy = "give a --run-dir on a disk that all hosts share"
+        if is_shared and not properties["writable"]:
+            is_shared = False
+            observation = f"{requirements.run_folder} cannot be written there"
+            remedy = "check how its disk is mounted there"
+        yield judge_check(
+            host_name, "run folder", is_shared, observation, remedy, verdict_if_not_good=FAILED
+        )
+    has_enough_space = properties["free"] >= requirements.disk_bytes_needed
+    needed_text = (
+        f", and checkpoints take {human_bytes(requirements.disk_bytes_needed)}"
+        if requirements.disk_bytes_needed
         else ""
     )
-    yield judged(host, "disk", enough, (f"{human_bytes(properties['free'])} "
-                                       f"free{need}"), "free disk space, or lower checkpoint.keep",
-                 else_=FAILED)  # fmt: skip
-    where, room = properties["temporary"]
+    yield judge_check(host_name, "disk", has_enough_space, (f"{human_bytes(properties['free'])} "
+                                       f"free{needed_text}"), "free disk space, or lower checkpoint.keep",
+                 verdict_if_not_good=FAILED)  # fmt: skip
+    temporary_folder, temporary_bytes = properties["temporary"]
     # mpirun writes there before any rank begins, and says that a firewall is in its way.
-    yield judged(host, "temporary", room >= _LITTLE_TEMPORARY, f"{human_bytes(room)} free in {where}",
-                 "delete old files there, or set TMPDIR", else_=FAILED)  # fmt: skip
+    yield judge_check(
+        host_name,
+        "temporary",
+        temporary_bytes >= _LEAST_TEMPORARY_BYTES,
+        f"{human_bytes(temporary_bytes)} free in {temporary_folder}",
+        "delete old files there, or set TMPDIR",
+        verdict_if_not_good=FAILED,
+    )
 
 
-def _slow(
-    host: str, answer: Answer, required: HostRequirements, usual_cpus: int
+def _slowness_findings(
+    host_name: str, answer: ProbeAnswer, requirements: HostRequirements, usual_cpu_count: int
 ) -> Iterator[Finding]:
     """Yield findings on conditions that may slow a run, or end it late."""
     properties = answer.properties
-    skew = answer.skew
-    needed = human_bytes(required.shared_bytes)
-    workers = f", and data.workers read {needed} ahead" if required.shared_bytes else ""
+    clock_skew = answer.clock_skew_seconds
+    needed_text = human_bytes(requirements.shared_memory_bytes)
+    workers_text = (
+        f", and data.workers read {needed_text} ahead" if requirements.shared_memory_bytes else ""
+    )
     checks = [
-        ("clock", abs(skew) - answer.doubt <= _SKEW_SECONDS, f"{skew:+.1f} s apart from this host",
-         "synchronize it with a time server"),
-        ("cpus", properties["cpus"] == usual_cpus, f"{properties['cpus']}, where most hosts have {usual_cpus}",
-         "check its cpuset and launch.binding; the slowest host determines the speed"),
-        ("/dev/shm", properties["shm"] >= max(_LITTLE_SHM, required.shared_bytes),
-         f"{human_bytes(properties['shm'])} free" + workers,
-         "make it larger, for NCCL and data.workers (docker run --shm-size), or lower data.workers"),
-        ("open files", properties["open_files"] < 0 or properties["open_files"] >= _FEW_FILES,
-         f"at most {properties['open_files']}",
-         "ulimit -n 65536"),
-        ("stale", not properties["stale"], f"ranks of yours alive: {', '.join(properties['stale']) or 'none'}",
-         "wait for their run, or end it: ortlaunch cancel RUN_FOLDER"),
-    ]  # fmt: skip
+        (
+            "clock",
+            abs(clock_skew) - answer.skew_error_seconds <= _SKEW_SECONDS,
+            f"{clock_skew:+.1f} s apart from this host",
+            "synchronize it with a time server",
+        ),
+        (
+            "cpus",
+            properties["cpus"] == usual_cpu_count,
+            f"{properties['cpus']}, where most hosts have {usual_cpu_count}",
+            "check its cpuset and launch.binding; the slowest host determines the speed",
+        ),
+        (
+            "/dev/shm",
+            properties["shm"] >= max(_LEAST_SHM_BYTES, requirements.shared_memory_bytes),
+            f"{human_bytes(properties['shm'])} free" + workers_text,
+            "make it larger, for NCCL and data.workers (docker run --shm-size), or lower data.workers",
+        ),
+        (
+            "open files",
+            properties["open_files"] < 0 or properties["open_files"] >= _LEAST_OPEN_FILES,
+            f"at most {properties['open_files']}",
+            "ulimit -n 65536",
+        ),
+        (
+            "stale",
+            not properties["stale"],
+            f"ranks of yours alive: {', '.join(properties['stale']) or 'none'}",
+            "wait for their run, or end it: ortlaunch cancel RUN_FOLDER",
+        ),
+    ]
     if properties["infiniband"]:
-        limit = (
+        limit_text = (
             "no limit"
             if properties["memlock"] < 0
             else f"at most {human_bytes(properties['memlock'])}"
         )
-        good = properties["memlock"] < 0 or properties["memlock"] >= _LITTLE_MEMLOCK
+        is_good = properties["memlock"] < 0 or properties["memlock"] >= _LEAST_MEMLOCK_BYTES
         checks.append(
             (
                 "memlock",
-                good,
-                f"{limit}, and it has InfiniBand",
+                is_good,
+                f"{limit_text}, and it has InfiniBand",
                 "ulimit -l unlimited, where ranks start",
             )
         )
-    if required.device == "cuda" and properties["gpus"]:
-        checks.append(_idle(properties["busy_gpus"]))
-    for check, good, what, mend in checks:
-        yield judged(host, check, good, what, mend, else_=WARNING)
+    if requirements.device == "cuda" and properties["gpus"]:
+        checks.append(_idle_gpu_check(properties["busy_gpus"]))
+    for check_name, is_good, observation, remedy in checks:
+        yield judge_check(
+            host_name, check_name, is_good, observation, remedy, verdict_if_not_good=WARNING
+        )
 
 
-def _idle(busy: list[str] | None) -> tuple[str, bool, str, str]:
-    if busy is None:
+def _idle_gpu_check(busy_processes: list[str] | None) -> tuple[str, bool, str, str]:
+    if busy_processes is None:
         return (
             "gpus idle",
             False,
@@ -341,24 +465,24 @@ def _idle(busy: list[str] | None) -> tuple[str, bool, str, str]:
         )
     return (
         "gpus idle",
-        not busy,
-        f"busy: {'; '.join(busy) or 'none'}",
+        not busy_processes,
+        f"busy: {'; '.join(busy_processes) or 'none'}",
         "end those processes, or wait for them",
     )
 
 
 @contextlib.contextmanager
-def _token(folder: Path | None) -> Iterator[str | None]:
+def _write_token_during_check(run_folder: Path | None) -> Iterator[str | None]:
     """Write a random token to the run folder while the hosts are checked; yield the token."""
-    if folder is None:
+    if run_folder is None:
         yield None
         return
-    if not folder.is_dir():
-        raise InputError(f"--run-dir {folder}: is not a folder; create it first")
-    word = secrets.token_hex(8)
-    path = folder / probe.TOKEN
-    path.write_text(word, encoding="utf-8")
+    if not run_folder.is_dir():
+        raise InputError(f"--run-dir {run_folder}: is not a folder; create it first")
+    token_text = secrets.token_hex(8)
+    token_path = run_folder / probe.TOKEN_FILE
+    token_path.write_text(token_text, encoding="utf-8")
     try:
-        yield word
+        yield token_text
     finally:
-        path.unlink(missing_ok=True)
+        token_path.unlink(missing_ok=True)

@@ -9,11 +9,11 @@ from pydantic import TypeAdapter
 from ortlaunch.doctor.finding import Finding
 
 
-def json_schema() -> str:
+def findings_schema_text() -> str:
     """Return the schema of a list of `Finding`; the text under each field is its description."""
     schema = TypeAdapter(list[Finding]).json_schema()
-    head = {
+    schema_head = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "ortlaunch doctor --json",
     }
-    return json.dumps({**head, **schema}, indent=2) + "\n"
+    return json.dumps({**schema_head, **schema}, indent=2) + "\n"

@@ -10,9 +10,9 @@ from ortlaunch.launch.orphans import send_signal
 from ortlaunch.launch.processes import KILLED_SECONDS
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.launchers import LAUNCHERS
-from ortlaunch.other_runs.queued import cancel as cancel_queued
+from ortlaunch.other_runs.queued import cancel_queued_job as cancel_queued
 from ortlaunch.other_runs.queued import is_queued
-from ortlaunch.other_runs.status import Status, elsewhere, read_status
+from ortlaunch.other_runs.status import Status, advice_for_other_host, read_status
 from ortlaunch.process import Process, wait_until
 from ortlaunch.rank import GRACE_SECONDS
 from ortlaunch.run_folder import lock
@@ -22,7 +22,7 @@ from ortlaunch.run_folder.folder import RunDir, write_text_atomically
 _EXTRA_GRACE_SECONDS = 4.0
 
 
-def cancel(run: RunDir) -> str:
+def cancel_run(run: RunDir) -> str:
     """Cancel a run, and return a text with the result once none of its processes here is alive.
 
     Raises:
@@ -31,84 +31,96 @@ def cancel(run: RunDir) -> str:
     """
     status = read_status(run)
     if is_queued(status.job):
-        return _cancel_queued(run, status)
+        return _cancel_queued_run(run, status)
     if not status.state.is_end or status.alive:
-        _refuse(run, status)
+        _refuse_foreign_run(run, status)
     try:
         if not status.state.is_end:
             # Without this file, SIGTERM would request the ranks to save first.
             write_text_atomically(run.cancelled, "")
             load_backend(status.job.backend).cancel(status.job)
-        killed = _end_rest(run, status.job.process)
+        killed_count = _wait_or_kill_processes(run, status.job.process)
     except PermissionError:
         raise InputError(
-            f"{run}: is a run of user {_owner(run)}; only that user or root may cancel it"
+            f"{run}: is a run of user {_owner_name(run)}; only that user or root may cancel it"
         ) from None
     if status.state.is_end:
-        return f"nothing to cancel: it has ended{_killed(killed)}\n{read_status(run)}"
-    _record(run, status.job, killed)
-    return f"{_done(run, status.job)}{_killed(killed)}\n{read_status(run)}"
+        return f"nothing to cancel: it has ended{_killed_text(killed_count)}\n{read_status(run)}"
+    _record_cancellation(run, status.job, killed_count)
+    return f"{_cancellation_text(run, status.job)}{_killed_text(killed_count)}\n{read_status(run)}"
 
 
-def _cancel_queued(run: RunDir, status: Status) -> str:
+def _cancel_queued_run(run: RunDir, status: Status) -> str:
     if status.state.is_end:
         return f"nothing to cancel: it has ended\n{status}"
     job = cancel_queued(run, status.job)
-    done = "cancelled" if job.state is JobState.CANCELLED else "it ended before it was cancelled"
-    return f"{done}\n{read_status(run)}"
+    result_text = (
+        "cancelled" if job.state is JobState.CANCELLED else "it ended before it was cancelled"
+    )
+    return f"{result_text}\n{read_status(run)}"
 
 
-def _refuse(run: RunDir, status: Status) -> None:
+def _refuse_foreign_run(run: RunDir, status: Status) -> None:
     if not status.certain:
-        raise InputError(elsewhere(status.job, run, "cancel"))
+        raise InputError(advice_for_other_host(status.job, run, "cancel"))
     if status.job.backend not in LAUNCHERS:
         raise InputError(
             f"{run}: its ranks were started by your own launcher; end that (scancel, kill)"
         )
 
 
-def _end_rest(run: RunDir, command: Process) -> int:
+def _wait_or_kill_processes(run: RunDir, command: Process) -> int:
     """Wait for the ranks, which end with their command; kill the others and return their number."""
-    if wait_until(lambda: not _left(run, command), GRACE_SECONDS + _EXTRA_GRACE_SECONDS):
+    if wait_until(
+        lambda: not _living_processes_of_command(run, command), GRACE_SECONDS + _EXTRA_GRACE_SECONDS
+    ):
         return 0
-    left = _left(run, command)
-    for pid in left:
+    living_process_ids = _living_processes_of_command(run, command)
+    for pid in living_process_ids:
         send_signal(pid, signal.SIGKILL)
-    if not wait_until(lambda: not _left(run, command), KILLED_SECONDS):
+    if not wait_until(lambda: not _living_processes_of_command(run, command), KILLED_SECONDS):
         raise LaunchError(
-            f"{run}: SIGKILL did not end process {', '.join(map(str, _left(run, command)))}"
+            f"{run}: SIGKILL did not end process {', '.join(map(str, _living_processes_of_command(run, command)))}"
         )
-    return len(left)
+    return len(living_process_ids)
 
 
-def _left(run: RunDir, command: Process) -> list[int]:
+def _living_processes_of_command(run: RunDir, command_process: Process) -> list[int]:
     """Return the living processes of that command's run."""
     # Another command may have started a run in the folder meanwhile.
-    return lock.living_process_ids(run) if lock.last_command_of_run(run) == command else []
+    return lock.living_process_ids(run) if lock.last_command_of_run(run) == command_process else []
 
 
-def _record(run: RunDir, job: JobRecord, killed: int) -> None:
+def _record_cancellation(run: RunDir, job: JobRecord, killed_count: int) -> None:
     """Record in job.json that the run was cancelled, if its command could not do so."""
-    written = JobRecord.read(run)
-    if written is not None and written.process == job.process and not written.state.is_end:
-        said = f"ortlaunch: cancelled; the command had to be killed{_killed(killed)}"
-        written.ended_record(JobState.CANCELLED, 128 + signal.SIGKILL, said).write(run)
+    recorded_job = JobRecord.read(run)
+    if (
+        recorded_job is not None
+        and recorded_job.process == job.process
+        and not recorded_job.state.is_end
+    ):
+        verdict_text = (
+            f"ortlaunch: cancelled; the command had to be killed{_killed_text(killed_count)}"
+        )
+        recorded_job.ended_record(JobState.CANCELLED, 128 + signal.SIGKILL, verdict_text).write(run)
 
 
-def _done(run: RunDir, job: JobRecord) -> str:
-    recorded = JobRecord.read(run)
-    if recorded is None or recorded.process != job.process:
+def _cancellation_text(run: RunDir, job: JobRecord) -> str:
+    recorded_job = JobRecord.read(run)
+    if recorded_job is None or recorded_job.process != job.process:
         return f"ended process {job.id}, which had not started a run here"
     return (
-        "cancelled" if recorded.state is JobState.CANCELLED else "it ended before it was cancelled"
+        "cancelled"
+        if recorded_job.state is JobState.CANCELLED
+        else "it ended before it was cancelled"
     )
 
 
-def _killed(ranks: int) -> str:
-    return f"; {ranks} of its processes had to be killed" if ranks else ""
+def _killed_text(killed_count: int) -> str:
+    return f"; {killed_count} of its processes had to be killed" if killed_count else ""
 
 
-def _owner(run: RunDir) -> str:
+def _owner_name(run: RunDir) -> str:
     try:
         return run.job.owner()
     except KeyError:

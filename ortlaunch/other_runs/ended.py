@@ -27,95 +27,109 @@ from ortlaunch.other_runs.queued import is_prepared
 from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.run_folder.cause_text import COMMAND_PREFIX
 from ortlaunch.run_folder.folder import COMPLETE, RunDir, read_own_text, write_text_atomically
-from ortlaunch.schedulers.slurm import TURN
+from ortlaunch.schedulers.slurm import TURN_PREFIX
 
 _FIRST_TASK = re.compile(r"task 0: Exited with exit code (\d+)")
 # Slurm's words where it ends a step itself; a rank's end is another matter.
-_BY_SLURM = re.compile(r"Task launch for \S+ failed|CANCELLED AT .* DUE TO (?!TIME LIMIT)")
+_ENDED_BY_SLURM = re.compile(r"Task launch for \S+ failed|CANCELLED AT .* DUE TO (?!TIME LIMIT)")
 
 
 def main() -> int:
     """Print and record the verdict, and return the run's exit status."""
     run = RunDir(sys.argv[1])
-    limit = int(sys.argv[2])
-    status = int(sys.argv[3])
+    max_restarts = int(sys.argv[2])
+    exit_status = int(sys.argv[3])
     # The script touches itself when a turn begins. A node that the controller took for dead may end
     # its turn after the next one has begun.
     if run.job_script.exists() and int(run.job_script.stat().st_mtime) > int(sys.argv[4]):
         print("ortlaunch: a later turn of this job has the run", file=sys.stderr, flush=True)
-        return status
-    end = _end(run, status)
+        return exit_status
+    run_end = _queued_run_end(run, exit_status)
     record = JobRecord.at_start(run, "inside", JobState.RUNNING)
-    if end.status == EXIT_SAVED and not run.was_stopped_by_user():
+    if run_end.status == EXIT_SAVED and not run.was_stopped_by_user():
         write_text_atomically(run.requeue_request, "")
-    elif limit:
-        record, end = _after_a_fault(run, record, end, limit)
+    elif max_restarts:
+        record, run_end = _request_requeue_if_allowed(run, record, run_end, max_restarts)
     if record.state is not JobState.PENDING:
         record = record.ended_record(
-            JobState.state_of_exit_status(end.status), end.status, end.text, end.failure
+            JobState.state_of_exit_status(run_end.status),
+            run_end.status,
+            run_end.text,
+            run_end.failure,
         )
     record.write(run)
-    print(end.text, file=sys.stderr if end.status else sys.stdout, flush=True)
-    return end.status
+    print(run_end.text, file=sys.stderr if run_end.status else sys.stdout, flush=True)
+    return run_end.status
 
 
-def _end(run: RunDir, status: int) -> RunEnd:
+def _queued_run_end(run: RunDir, exit_status: int) -> RunEnd:
     if is_prepared(run):
-        end = classify_run_end(run, status)
-        ended = [line for line in _lines(run) if _BY_SLURM.search(line)]
-        if ended and first_error_record(run) is None:
-            end = RunEnd.from_failure(
-                status, Failure(Cause.UNKNOWN, f"Slurm ended the ranks: {ended[0]}")
+        run_end = classify_run_end(run, exit_status)
+        slurm_messages = [line for line in _lines_of_this_turn(run) if _ENDED_BY_SLURM.search(line)]
+        if slurm_messages and first_error_record(run) is None:
+            run_end = RunEnd.from_failure(
+                exit_status, Failure(Cause.UNKNOWN, f"Slurm ended the ranks: {slurm_messages[0]}")
             )
     # An earlier start of the job had completed the run.
-    elif status == 0 and run.request.exists():
+    elif exit_status == 0 and run.request.exists():
         return RunEnd(0, f"done: {run}")
     else:
-        said = _lines(run)
+        output_lines = _lines_of_this_turn(run)
         # The first task's status; srun's may be that of a task which was ended after it.
-        first = [found[1] for line in said if (found := _FIRST_TASK.search(line))]
-        status = int(first[-1]) if first else status or 1
-        own = [line for line in said if not line.startswith(("srun:", "slurmstepd:"))]
-        why = f"srun ended with status {status} before rank 0 prepared {run}"
-        last = own[-1].removeprefix(COMMAND_PREFIX) if own else "its output says no more"
-        end = RunEnd.from_failure(status, Failure(Cause.UNKNOWN, f"{why}: {last}"))
-    if end.status == EXIT_SAVED and _is_in_vain(run):
-        why = (
+        first_task_statuses = [
+            status_match[1] for line in output_lines if (status_match := _FIRST_TASK.search(line))
+        ]
+        exit_status = int(first_task_statuses[-1]) if first_task_statuses else exit_status or 1
+        own_lines = [line for line in output_lines if not line.startswith(("srun:", "slurmstepd:"))]
+        message = f"srun ended with status {exit_status} before rank 0 prepared {run}"
+        last_line = (
+            own_lines[-1].removeprefix(COMMAND_PREFIX) if own_lines else "its output says no more"
+        )
+        run_end = RunEnd.from_failure(
+            exit_status, Failure(Cause.UNKNOWN, f"{message}: {last_line}")
+        )
+    if run_end.status == EXIT_SAVED and _is_restart_useless(run):
+        message = (
             "the time limit was reached before the first step; raise submit.time or lower "
             "submit.signal_seconds"
         )
-        return end.with_appended_line(f"not requeued: {why}")._replace(status=1)
-    return end
+        return run_end.with_appended_line(f"not requeued: {message}")._replace(status=1)
+    return run_end
 
 
-def _lines(run: RunDir) -> list[str]:
+def _lines_of_this_turn(run: RunDir) -> list[str]:
     """Return the lines that this turn of the job has printed so far."""
-    path = run.logs / f"slurm-{os.environ.get('SLURM_JOB_ID')}.out"
+    output_path = run.logs / f"slurm-{os.environ.get('SLURM_JOB_ID')}.out"
     # Turns append to one file.
-    lines = read_own_text(path).splitlines() if path.exists() else []
-    begins = [number for number, line in enumerate(lines) if line.startswith(TURN)]
-    return [line.strip() for line in lines[begins[-1] + 1 if begins else 0 :] if line.strip()]
+    lines = read_own_text(output_path).splitlines() if output_path.exists() else []
+    turn_starts = [
+        line_index for line_index, line in enumerate(lines) if line.startswith(TURN_PREFIX)
+    ]
+    return [
+        line.strip() for line in lines[turn_starts[-1] + 1 if turn_starts else 0 :] if line.strip()
+    ]
 
 
-def _is_in_vain(run: RunDir) -> bool:
+def _is_restart_useless(run: RunDir) -> bool:
     """Whether a requeued start ran into the time limit before its first step."""
     # The next start would end in the same way.
     if os.environ.get("SLURM_RESTART_COUNT", "0") in ("", "0") or run.was_stopped_by_user():
         return False
     if not is_prepared(run):
         return True
-    first = first_error_record(run)
+    first_record = first_error_record(run)
     # Slurm sends SIGUSR1 `submit.signal_seconds` before the time limit.
-    if run.stopped.exists() or first is None or first.get("signal") != signal.SIGUSR1:
+    if run.stopped.exists() or first_record is None or first_record.get("signal") != signal.SIGUSR1:
         return False
-    began = run.request.stat().st_mtime_ns
+    start_time_ns = run.request.stat().st_mtime_ns
     return all(
-        (path / COMPLETE).stat().st_mtime_ns < began for _, path in run.complete_checkpoints()
+        (path / COMPLETE).stat().st_mtime_ns < start_time_ns
+        for _, path in run.complete_checkpoints()
     )
 
 
-def _after_a_fault(
-    run: RunDir, record: JobRecord, end: RunEnd, limit: int
+def _request_requeue_if_allowed(
+    run: RunDir, job_record: JobRecord, run_end: RunEnd, max_restarts: int
 ) -> tuple[JobRecord, RunEnd]:
     """Request a requeue if `launch.max_restarts` allows it.
 
@@ -123,22 +137,24 @@ def _after_a_fault(
         The record with the failed attempt, and the end with a line on the requeue, or on why there
         is none.
     """
-    prepared = is_prepared(run)
-    began = run.job_script.stat().st_mtime
-    failed = failed_scheduler_job_record(
-        run, end, len(record.attempts) + 1, time.time() - began, prepared
+    was_prepared = is_prepared(run)
+    start_time = run.job_script.stat().st_mtime
+    failed_attempt = failed_scheduler_job_record(
+        run, run_end, len(job_record.attempts) + 1, time.time() - start_time, was_prepared
     )
-    if failed is None:
-        return record, end
-    attempts = (*record.attempts, failed)
-    record = replace(record, attempts=attempts)
-    reason = reason_not_to_restart(attempts, limit)
+    if failed_attempt is None:
+        return job_record, run_end
+    attempts = (*job_record.attempts, failed_attempt)
+    job_record = replace(job_record, attempts=attempts)
+    reason = reason_not_to_restart(attempts, max_restarts)
     if reason is not None:
-        return record, end.with_appended_line(reason)
+        return job_record, run_end.with_appended_line(reason)
     write_text_atomically(run.requeue_request, "")
-    used = f"restart {restarts_without_progress(attempts) + 1} of {limit} without progress"
-    said = f"attempt {failed.number} failed; a requeue is requested ({used})"
-    return replace(record, state=JobState.PENDING), end.with_appended_line(said)
+    count_text = (
+        f"restart {restarts_without_progress(attempts) + 1} of {max_restarts} without progress"
+    )
+    end_line = f"attempt {failed_attempt.number} failed; a requeue is requested ({count_text})"
+    return replace(job_record, state=JobState.PENDING), run_end.with_appended_line(end_line)
 
 
 if __name__ == "__main__":

@@ -26,35 +26,39 @@ _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
 
 
 def newest_statuses(
-    newest: int | None, name: str = "", state: str | None = None, metric: str | None = None
+    max_count: int | None,
+    name_pattern: str = "",
+    state_name: str | None = None,
+    metric_limit: str | None = None,
 ) -> list[Status]:
     """Return the status of the newest runs; those with unreadable files are left out.
 
     Args:
-        newest: the largest number of them; None: all.
-        name: a part of the folder's path or of the run's name, with `*` and `?` as in a shell.
-        state: the state as `status` prints it.
-        metric: a limit of a newest value, as `evaluation_loss<1.5`.
+        max_count: the largest number of them; None: all.
+        name_pattern: a part of the folder's path or of the run's name, with `*` and `?` as in a shell.
+        state_name: the state as `status` prints it.
+        metric_limit: a limit of a newest value, as `evaluation_loss<1.5`.
 
     Raises:
         InputError: there is no such state, or the limit is no limit.
     """
-    states = [each.value for each in JobState]
-    if state is not None and state not in states:
-        raise InputError(f"state: got {state}; one of {', '.join(states)}")
-    keeps = _limit(metric) if metric else lambda status: True
+    state_names = [job_state.value for job_state in JobState]
+    if state_name is not None and state_name not in state_names:
+        raise InputError(f"state: got {state_name}; one of {', '.join(state_names)}")
+    is_within_limit = _parse_metric_limit(metric_limit) if metric_limit else lambda status: True
     queue = SharedQueue()
-    found = (
+    matching_statuses = (
         status
-        for run in registry.runs()
-        if fnmatchcase(str(run), f"*{name}*") or fnmatchcase(registry.run_name(run), f"*{name}*")
-        for status in _readable(run, queue)
-        if state in (None, status.state.value) and keeps(status)
+        for run in registry.existing_runs()
+        if fnmatchcase(str(run), f"*{name_pattern}*")
+        or fnmatchcase(registry.run_name(run), f"*{name_pattern}*")
+        for status in _status_if_readable(run, queue)
+        if state_name in (None, status.state.value) and is_within_limit(status)
     )
-    return list(islice(found, newest))
+    return list(islice(matching_statuses, max_count))
 
 
-def _readable(run: RunDir, queue: SharedQueue) -> Iterator[Status]:
+def _status_if_readable(run: RunDir, queue: SharedQueue) -> Iterator[Status]:
     # Whatever one folder holds, the other runs are listed.
     try:
         yield read_status(run, queue)
@@ -62,17 +66,17 @@ def _readable(run: RunDir, queue: SharedQueue) -> Iterator[Status]:
         print(f"left out: {run}: {first_message_line(error)}", file=sys.stderr, flush=True)
 
 
-def _limit(metric: str) -> Callable[[Status], bool]:
+def _parse_metric_limit(metric_limit: str) -> Callable[[Status], bool]:
     """Return whether a run's newest value is within a limit."""
-    parts = re.fullmatch(r"(\w+)\s*([<>]=?)\s*([-+.e\d]+)", metric)
-    limit = number_or_none(parts[3]) if parts else None
-    if parts is None or limit is None:
-        raise InputError(f"metric: got {metric}; give a limit, as 'evaluation_loss<1.5'")
-    name = parts[1]
-    compare = _COMPARISONS[parts[2]]
+    limit_match = re.fullmatch(r"(\w+)\s*([<>]=?)\s*([-+.e\d]+)", metric_limit)
+    limit = number_or_none(limit_match[3]) if limit_match else None
+    if limit_match is None or limit is None:
+        raise InputError(f"metric: got {metric_limit}; give a limit, as 'evaluation_loss<1.5'")
+    metric_name = limit_match[1]
+    compare = _COMPARISONS[limit_match[2]]
 
-    def keeps(status: Status) -> bool:
-        value = number_or_none(status.metrics.get(name))
+    def is_within_limit(status: Status) -> bool:
+        value = number_or_none(status.metrics.get(metric_name))
         return value is not None and compare(value, limit)
 
-    return keeps
+    return is_within_limit

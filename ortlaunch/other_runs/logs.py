@@ -15,20 +15,20 @@ from ortlaunch.launch.record import JobRecord
 from ortlaunch.other_runs.queued import is_queued
 from ortlaunch.other_runs.status import read_status
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.schedulers import SCHEDULERS, scheduler
+from ortlaunch.schedulers import SCHEDULERS, load_scheduler
 
 _POLL_SECONDS = 0.5
 # The status is read less often than the files, because it may query a scheduler.
 _STATUS_SECONDS = 3.0
 
 
-def output(run: RunDir, rank: int, follow: bool) -> Iterator[str]:
+def iterate_output(run: RunDir, rank: int, follows_until_end: bool) -> Iterator[str]:
     """Yield a rank's output as it is written.
 
     For rank 0 of a queued job it is the output of the job: of its batch script and of rank 0.
 
     Args:
-        follow: continue until the run has ended.
+        follows_until_end: continue until the run has ended.
 
     Raises:
         InputError: the folder is not a run folder, or the rank does not exist.
@@ -38,19 +38,19 @@ def output(run: RunDir, rank: int, follow: bool) -> Iterator[str]:
     status = read_status(run)
     if status.ranks is not None and rank >= status.ranks:
         raise InputError(f"--rank is {rank}, and {run} has ranks 0 to {status.ranks - 1}")
-    queued = is_queued(status.job)
-    if queued and SCHEDULERS[status.job.backend].elsewhere:
+    is_in_queue = is_queued(status.job)
+    if is_in_queue and SCHEDULERS[status.job.backend].is_elsewhere:
         if not run.plan.exists():
-            yield from _of_scheduler(status.job, rank, follow)
+            yield from _scheduler_logs(status.job, rank, follows_until_end)
             return
         # The ranks' run folder is on a volume that this host can read, so their logs are read there.
-        queued = False
-    read = dict[Path, _Position]()
+        is_in_queue = False
+    position_by_path = dict[Path, _ReadPosition]()
     next_status = 0.0
     while True:
-        ended = status.state.is_end
-        yield from _new(_files(run, rank, queued), read)
-        if ended or not follow:
+        has_ended = status.state.is_end
+        yield from _read_new_text(_output_files(run, rank, is_in_queue), position_by_path)
+        if has_ended or not follows_until_end:
             return
         time.sleep(_POLL_SECONDS)
         if time.monotonic() > next_status:
@@ -58,14 +58,14 @@ def output(run: RunDir, rank: int, follow: bool) -> Iterator[str]:
             next_status = time.monotonic() + _STATUS_SECONDS
 
 
-def _of_scheduler(job: JobRecord, rank: int, follow: bool) -> Iterator[str]:
+def _scheduler_logs(job: JobRecord, rank: int, follows_until_end: bool) -> Iterator[str]:
     """Yield the scheduler's logs of a job whose run folder this host cannot read."""
     if rank:
         raise InputError(
             f"--rank is {rank}, and {job.backend} shows only rank 0's node; logs/ in the "
             "pods' run folder has the logs of all ranks"
         )
-    argv = scheduler(job.backend).logs(job.id, follow)
+    argv = load_scheduler(job.backend).logs(job.id, follows_until_end)
     if shutil.which(argv[0]) is None:
         raise MissingDependency(f"{argv[0]} not found here: use a host that has it")
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as command:
@@ -75,10 +75,10 @@ def _of_scheduler(job: JobRecord, rank: int, follow: bool) -> Iterator[str]:
         raise RunError(f"{' '.join(argv)}: exit status {command.returncode}", command.returncode)
 
 
-def _files(run: RunDir, rank: int, queued: bool) -> list[Path]:
+def _output_files(run: RunDir, rank: int, is_in_queue: bool) -> list[Path]:
     """Return the files with a rank's output."""
     # In a Slurm job the batch script and rank 0 write to the same file.
-    if queued and rank == 0:
+    if is_in_queue and rank == 0:
         return sorted(run.logs.glob("slurm-*.out"))
     return [
         path
@@ -87,7 +87,7 @@ def _files(run: RunDir, rank: int, queued: bool) -> list[Path]:
     ]
 
 
-class _Position:
+class _ReadPosition:
     """The end of the part of a file that has been read."""
 
     def __init__(self) -> None:
@@ -96,13 +96,15 @@ class _Position:
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
 
-def _new(files: Iterable[Path], read: dict[Path, _Position]) -> Iterator[str]:
-    for path in files:
-        position = read.setdefault(path, _Position())
+def _read_new_text(
+    output_paths: Iterable[Path], position_by_path: dict[Path, _ReadPosition]
+) -> Iterator[str]:
+    for path in output_paths:
+        position = position_by_path.setdefault(path, _ReadPosition())
         # Offsets count bytes, so the file is read as bytes.
         with open_regular(path) as file:
             file.seek(position.offset)
-            new = file.read()
-        position.offset += len(new)
-        if new:
-            yield position.decoder.decode(new)
+            new_bytes = file.read()
+        position.offset += len(new_bytes)
+        if new_bytes:
+            yield position.decoder.decode(new_bytes)

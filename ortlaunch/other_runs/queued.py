@@ -15,10 +15,10 @@ from ortlaunch.launch.failure import RunEnd, classify_run_end
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.run_folder.folder import RunDir, read_own_text
-from ortlaunch.schedulers import SCHEDULERS, QueueState, scheduler
+from ortlaunch.schedulers import SCHEDULERS, QueueState, load_scheduler
 
 # A preempted job is not among them: the scheduler may queue it again.
-_LAST = (
+_FINAL_STATES = (
     JobState.SUCCEEDED,
     JobState.FAILED,
     JobState.CANCELLED,
@@ -35,9 +35,9 @@ def is_queued(job: JobRecord) -> bool:
     return job.backend in SCHEDULERS
 
 
-def ask(job: JobRecord) -> QueueState | None:
+def ask_scheduler(job: JobRecord) -> QueueState | None:
     """Return the state of one job in its queue; None if the queue does not know it."""
-    return scheduler(job.backend).state(job.id)
+    return load_scheduler(job.backend).state(job.id)
 
 
 class SharedQueue:
@@ -57,44 +57,60 @@ class SharedQueue:
         Raises:
             LaunchError: the scheduler does not answer, or has not answered for an earlier job.
         """
-        name = job.backend
-        if name in self._failures:
-            raise self._failures[name]
+        scheduler_name = job.backend
+        if scheduler_name in self._failures:
+            raise self._failures[scheduler_name]
         try:
-            if name not in self._states:
-                self._states[name] = scheduler(name).states()
-            there = self._states[name].get(job.id)
+            if scheduler_name not in self._states:
+                self._states[scheduler_name] = load_scheduler(scheduler_name).states()
+            queue_state = self._states[scheduler_name].get(job.id)
             # A run that saved, and is not in the queue, waits for its next submission.
-            return there if there is not None or job.state.is_end else ask(job)
+            return (
+                queue_state if queue_state is not None or job.state.is_end else ask_scheduler(job)
+            )
         except LaunchError as error:
-            self._failures[name] = error
+            self._failures[scheduler_name] = error
             raise
 
 
-def found(run: RunDir, job: JobRecord, queue: Queue = ask) -> JobRecord:
+def job_with_queue_state(
+    run: RunDir, job: JobRecord, ask_queue: Queue = ask_scheduler
+) -> JobRecord:
     """Return the record with the queue's state, and with a verdict if none was recorded."""
-    if job.state in _LAST:
+    if job.state in _FINAL_STATES:
         return job
-    seen = queue(job)
-    if seen is None:
-        return job if job.state.is_end else _ended(run, job, None)
-    if not seen.state.is_end:
-        waits = f"queued: {seen.words}" if seen.state is JobState.PENDING else None
-        return replace(job, state=seen.state, ended=None, exit_status=None, verdict=waits)
+    queue_state = ask_queue(job)
+    if queue_state is None:
+        return job if job.state.is_end else _record_unrecorded_end(run, job, None)
+    if not queue_state.state.is_end:
+        waiting_text = (
+            f"queued: {queue_state.state_text}" if queue_state.state is JobState.PENDING else None
+        )
+        return replace(
+            job, state=queue_state.state, ended=None, exit_status=None, verdict=waiting_text
+        )
     # The job's script may have recorded the end since `job` was read.
-    written = JobRecord.read(run)
-    if written is not None and written.id == job.id and written.state.is_end:
-        cancelled_later = written.state is JobState.PREEMPTED and seen.state is JobState.CANCELLED
-        if not cancelled_later:
-            return replace(written, verdict=f"{written.verdict}{_refusal(run)}")
-    return _ended(run, job, seen)
+    recorded_job = JobRecord.read(run)
+    if recorded_job is not None and recorded_job.id == job.id and recorded_job.state.is_end:
+        was_cancelled_later = (
+            recorded_job.state is JobState.PREEMPTED and queue_state.state is JobState.CANCELLED
+        )
+        if not was_cancelled_later:
+            return replace(recorded_job, verdict=f"{recorded_job.verdict}{_requeue_refusal(run)}")
+    return _record_unrecorded_end(run, job, queue_state)
 
 
-def _refusal(run: RunDir) -> str:
+def _requeue_refusal(run: RunDir) -> str:
     """Return a line on a requeue that the scheduler refused; "" if it refused none."""
     # The job's script writes the scheduler's words into the request.
-    said = read_own_text(run.requeue_request).strip() if run.requeue_request.exists() else ""
-    return f"\n{said}; `ortlaunch submit` with this run folder continues it" if said else ""
+    scheduler_message = (
+        read_own_text(run.requeue_request).strip() if run.requeue_request.exists() else ""
+    )
+    return (
+        f"\n{scheduler_message}; `ortlaunch submit` with this run folder continues it"
+        if scheduler_message
+        else ""
+    )
 
 
 def is_prepared(run: RunDir) -> bool:
@@ -108,63 +124,67 @@ def is_prepared(run: RunDir) -> bool:
     )
 
 
-def cancel(run: RunDir, job: JobRecord) -> JobRecord:
+def cancel_queued_job(run: RunDir, job: JobRecord) -> JobRecord:
     """Cancel the job and return its record, once the job has left the queue.
 
     Raises:
         LaunchError: the scheduler refused, or the job takes longer than the scheduler allows.
     """
-    scheduler(job.backend).cancel(job.id)
+    load_scheduler(job.backend).cancel(job.id)
     deadline = time.monotonic() + _END_SECONDS
-    while (seen := scheduler(job.backend).state(job.id)) is not None and not seen.state.is_end:
+    while (
+        queue_state := load_scheduler(job.backend).state(job.id)
+    ) is not None and not queue_state.state.is_end:
         if time.monotonic() > deadline:
             raise LaunchError(
-                f"{run}: job {job.id} of {job.backend} is still {seen.words} after {_END_SECONDS} s"
+                f"{run}: job {job.id} of {job.backend} is still {queue_state.state_text} after {_END_SECONDS} s"
             )
         time.sleep(_POLL_SECONDS)
     # A job without a state was deleted; its folder is not on this host and gives no other state.
-    if seen is None and SCHEDULERS[job.backend].elsewhere:
+    if queue_state is None and SCHEDULERS[job.backend].is_elsewhere:
         job.ended_record(JobState.CANCELLED, 1, "ortlaunch: cancelled").write(run)
-    return found(run, JobRecord.read(run) or job)
+    return job_with_queue_state(run, JobRecord.read(run) or job)
 
 
-def _ended(run: RunDir, job: JobRecord, seen: QueueState | None) -> JobRecord:
+def _record_unrecorded_end(
+    run: RunDir, job: JobRecord, queue_state: QueueState | None
+) -> JobRecord:
     """Record the end of a job whose script was ended together with it.
 
     Causes are a person, a time limit, or a node that failed.
     """
-    if SCHEDULERS[job.backend].elsewhere and not run.plan.exists():
-        return _ended_elsewhere(run, job, seen)
-    end = _end_of_folder(run, job)
+    if SCHEDULERS[job.backend].is_elsewhere and not run.plan.exists():
+        return _record_end_elsewhere(run, job, queue_state)
+    run_end = _end_of_folder(run, job)
     # The queue may have forgotten the job; the run folder then decides on its state.
-    state, words = seen or QueueState(
-        JobState.SUCCEEDED if end.status == 0 else JobState.FAILED, "unknown to the scheduler"
+    job_state, state_text = queue_state or QueueState(
+        JobState.SUCCEEDED if run_end.status == 0 else JobState.FAILED, "unknown to the scheduler"
     )
-    if state is JobState.SUCCEEDED:
-        state = JobState.FAILED if end.status else JobState.SUCCEEDED
+    if job_state is JobState.SUCCEEDED:
+        job_state = JobState.FAILED if run_end.status else JobState.SUCCEEDED
     # EXIT_SAVED requests another start, which a cancelled job must not get.
-    cancelled = state is JobState.CANCELLED and end.status == EXIT_SAVED
-    status = (
+    was_cancelled = job_state is JobState.CANCELLED and run_end.status == EXIT_SAVED
+    exit_status = (
         128 + signal.SIGTERM
-        if cancelled
-        else end.status or (0 if state is JobState.SUCCEEDED else 1)
+        if was_cancelled
+        else run_end.status or (0 if job_state is JobState.SUCCEEDED else 1)
     )
-    verdict = f"{job.backend} says: {words}\n{end.text}{_refusal(run)}"
-    record = job.ended_record(state, status, verdict, end.failure)
+    verdict = f"{job.backend} says: {state_text}\n{run_end.text}{_requeue_refusal(run)}"
+    record = job.ended_record(job_state, exit_status, verdict, run_end.failure)
     record.write(run)
     return record
 
 
-def _ended_elsewhere(run: RunDir, job: JobRecord, seen: QueueState | None) -> JobRecord:
+def _record_end_elsewhere(run: RunDir, job: JobRecord, queue_state: QueueState | None) -> JobRecord:
     """Record the end of a job whose ranks wrote a run folder that this host cannot read."""
-    state, words = seen or QueueState(
+    job_state, state_text = queue_state or QueueState(
         JobState.FAILED, "unknown to the scheduler, so its end is unknown"
     )
     # The exit status of such a job is unknown here: 1 stands for every failure.
-    status = {JobState.SUCCEEDED: 0, JobState.PREEMPTED: EXIT_SAVED}.get(state, 1)
-    verdict = f"{job.backend} says: {words}"
+    exit_status = {JobState.SUCCEEDED: 0, JobState.PREEMPTED: EXIT_SAVED}.get(job_state, 1)
+    verdict = f"{job.backend} says: {state_text}"
     record = job.ended_record(
-        state, status, verdict, Failure(Cause.UNKNOWN, verdict) if status else None
+        job_state, exit_status, verdict, Failure(Cause.UNKNOWN, verdict) if exit_status else None
     )
     record.write(run)
     return record
@@ -173,11 +193,11 @@ def _ended_elsewhere(run: RunDir, job: JobRecord, seen: QueueState | None) -> Jo
 def _end_of_folder(run: RunDir, job: JobRecord) -> RunEnd:
     """Return the end that the ranks recorded in the run folder."""
     # A summary from before this job belongs to an earlier one.
-    trained = (
+    has_completed = (
         run.summary.exists()
         and run.summary.stat().st_mtime >= datetime.fromisoformat(job.started).timestamp()
     )
-    if trained:
+    if has_completed:
         return RunEnd(0, f"done: {run}")
     if not is_prepared(run):
         return RunEnd.from_failure(

@@ -28,7 +28,7 @@ from ortlaunch.units import count_with_noun
 
 _POLL_SECONDS = 0.2
 # Exit statuses of a run that completed, saved, or was interrupted by its user.
-_GOOD = (0, EXIT_SAVED, 128 + signal.SIGINT)
+_GOOD_STATUSES = (0, EXIT_SAVED, 128 + signal.SIGINT)
 
 
 class StopResult(NamedTuple):
@@ -43,11 +43,11 @@ class StopResult(NamedTuple):
         return self.text
 
 
-def stop(run: RunDir, wait: bool = True, by: str | None = None) -> StopResult:
-    """Request a run to save and stop; with `wait`, return after its end.
+def request_stop(run: RunDir, should_wait: bool = True, sender: str | None = None) -> StopResult:
+    """Request a run to save and stop; with `should_wait`, return after its end.
 
     Args:
-        by: the sender, as the run's verdict names it; None: `ortlaunch stop` of this user.
+        sender: the sender, as the run's verdict names it; None: `ortlaunch stop` of this user.
 
     Raises:
         InputError: the folder is not a run folder, or the run is queued, saves no checkpoints, or
@@ -57,30 +57,30 @@ def stop(run: RunDir, wait: bool = True, by: str | None = None) -> StopResult:
     if status.state.is_end:
         return StopResult(f"nothing to stop: it has ended\n{status}", 0)
     if status.state is JobState.RUNNING:
-        _require_training(run, "stop")
-        _write_request(run, status, "stop", by)
+        _refuse_if_not_saving(run, "stop")
+        _write_request(run, status, "stop", sender)
     elif is_queued(status.job):
-        saved = (
+        checkpoint_text = (
             f"its last checkpoint is of step {step}"
-            if (step := _newest(run))
+            if (step := _newest_checkpoint_step(run))
             else "it has no checkpoint"
         )
-        raise InputError(f"{run}: is queued, and {saved}; `ortlaunch cancel` removes it")
+        raise InputError(f"{run}: is queued, and {checkpoint_text}; `ortlaunch cancel` removes it")
     else:
         # The run is being prepared: no rank reads requests yet, so its command is ended.
         _send_signal(status, run, signal.SIGTERM)
-    if not wait:
+    if not should_wait:
         return StopResult(f"stop requested: {run}", 0)
     while not (status := read_status(run)).state.is_end:
         if not status.certain and run.stopped.exists():
             return StopResult(f"stopped: {run}", 0)
-        if not status.certain and (end := _recorded_end(run, status)):
-            return StopResult(end.last_output, 0 if end.status in _GOOD else 1)
+        if not status.certain and (run_end := _recorded_end(run, status)):
+            return StopResult(run_end.last_output, 0 if run_end.status in _GOOD_STATUSES else 1)
         time.sleep(_POLL_SECONDS)
-    return StopResult(str(status), 0 if status.job.exit_status in _GOOD else 1)
+    return StopResult(str(status), 0 if status.job.exit_status in _GOOD_STATUSES else 1)
 
 
-def checkpoint(run: RunDir) -> int:
+def request_checkpoint(run: RunDir) -> int:
     """Request a run to save after its next step, wait, and return the step of that checkpoint.
 
     Raises:
@@ -90,23 +90,23 @@ def checkpoint(run: RunDir) -> int:
     status = read_status(run)
     if status.state is not JobState.RUNNING:
         raise InputError(f"{run}: {status.state.value}; only a training run can save")
-    _require_training(run, "checkpoint_folder")
-    before = _newest(run)
+    _refuse_if_not_saving(run, "checkpoint_folder")
+    step_before = _newest_checkpoint_step(run)
     _write_request(run, status, "checkpoint")
     # Rank 0 removes the request once it has saved, or failed to save.
     while run.save_request.exists():
         if read_status(run).state.is_end:
             raise LaunchError(f"{run}: ended before it saved\n{read_status(run)}")
-        if not status.certain and (end := _recorded_end(run, status)):
-            raise LaunchError(f"{run}: ended before it saved\n{end.last_output}")
+        if not status.certain and (run_end := _recorded_end(run, status)):
+            raise LaunchError(f"{run}: ended before it saved\n{run_end.last_output}")
         time.sleep(_POLL_SECONDS)
-    after = _newest(run)
-    if after == before:
+    step_after = _newest_checkpoint_step(run)
+    if step_after == step_before:
         raise LaunchError(f"{run}: could not save; see {run.rank_log_path(0, 'out')}")
-    return after
+    return step_after
 
 
-def restart(run: RunDir) -> str:
+def request_restart(run: RunDir) -> str:
     """Request an elastic run to save and start again on all hosts that are available now.
 
     Returns:
@@ -119,48 +119,52 @@ def restart(run: RunDir) -> str:
     status = read_status(run)
     if status.state is not JobState.RUNNING:
         raise InputError(f"{run}: {status.state.value}; only a training run can be restarted")
-    _require_training(run, "restart")
-    if recipe.load(run.recipe).recipe.launch.elastic is None:
+    _refuse_if_not_saving(run, "restart")
+    if recipe.load_recipe(run.recipe).recipe.launch.elastic is None:
         raise InputError(
             f"{run}: launch.nodes is not {{min, max}}, so its hosts are fixed; to restart it, "
             "use `ortlaunch stop`, then `ortlaunch train` with this --run-dir"
         )
-    by = f"`ortlaunch restart` of {getpass.getuser()} on host {socket.gethostname()}"
-    _write(run, run.restart_request, by)
+    sender = f"`ortlaunch restart` of {getpass.getuser()} on host {socket.gethostname()}"
+    _write_request_file(run, run.restart_request, sender)
     # Without a signal, which would end the command, too. Rank 0 reads the file every half second.
-    _write(run, run.stop_request, by)
+    _write_request_file(run, run.stop_request, sender)
     while run.restart_request.exists():
         if read_status(run).state.is_end:
             raise LaunchError(f"{run}: ended and was not restarted\n{read_status(run)}")
         time.sleep(_POLL_SECONDS)
     nodes = Plan.read(run.plan).nodes
-    hosts = ", ".join(node.host for node in nodes)
-    return f"restarted after step {_newest(run)} on {count_with_noun(len(nodes), 'host')}: {hosts}"
+    host_names = ", ".join(node.host for node in nodes)
+    return f"restarted after step {_newest_checkpoint_step(run)} on {count_with_noun(len(nodes), 'host')}: {host_names}"
 
 
-def _write_request(run: RunDir, status: Status, verb: str, by: str | None = None) -> None:
+def _write_request(
+    run: RunDir, status: Status, command_verb: str, sender: str | None = None
+) -> None:
     """Write the request, and send a signal to the run's command if it is on this host."""
     # The signal saves up to half a second, the interval in which rank 0 reads requests.
-    path = run.stop_request if verb == "stop" else run.save_request
-    user = f"`ortlaunch {verb}` of {getpass.getuser()} on host {socket.gethostname()}"
-    _write(run, path, by or user)
-    _send_signal(status, run, signal.SIGUSR1 if verb == "stop" else signal.SIGUSR2)
+    path = run.stop_request if command_verb == "stop" else run.save_request
+    sender_text = (
+        f"`ortlaunch {command_verb}` of {getpass.getuser()} on host {socket.gethostname()}"
+    )
+    _write_request_file(run, path, sender or sender_text)
+    _send_signal(status, run, signal.SIGUSR1 if command_verb == "stop" else signal.SIGUSR2)
 
 
-def _write(run: RunDir, path: Path, by: str) -> None:
+def _write_request_file(run: RunDir, request_path: Path, sender: str) -> None:
     try:
-        write_stop_request(path, by)
+        write_stop_request(request_path, sender)
     except PermissionError:
         raise InputError(
             f"{run}: belongs to another user; only that user or root may send it a request"
         ) from None
 
 
-def _send_signal(status: Status, run: RunDir, number: int) -> None:
+def _send_signal(status: Status, run: RunDir, signal_number: int) -> None:
     """Send a signal to the run's command if it is a process of this host."""
     if status.job.process.is_here and not is_queued(status.job):
         try:
-            status.job.process.send_signal_if_alive(number)
+            status.job.process.send_signal_if_alive(signal_number)
         except PermissionError:
             raise InputError(
                 f"{run}: belongs to another user; only that user or root may send it a request"
@@ -170,15 +174,15 @@ def _send_signal(status: Status, run: RunDir, number: int) -> None:
 def _recorded_end(run: RunDir, status: Status) -> RunEnd | None:
     """Return the end of a run whose command is on another host; None if it has not ended."""
     # The ranks' own records are read: if the command was killed, job.json never gets the end.
-    first = first_error_record(run)
-    if first is not None:
-        return RunEnd(first["exit_status"], f"{run}: {first['summary']}")
-    started = datetime.fromisoformat(status.job.started).timestamp()
-    trained = run.summary.exists() and run.summary.stat().st_mtime >= started
-    return RunEnd(0, f"nothing to stop: it has ended\ndone: {run}") if trained else None
+    first_record = first_error_record(run)
+    if first_record is not None:
+        return RunEnd(first_record["exit_status"], f"{run}: {first_record['summary']}")
+    start_time = datetime.fromisoformat(status.job.started).timestamp()
+    has_completed = run.summary.exists() and run.summary.stat().st_mtime >= start_time
+    return RunEnd(0, f"nothing to stop: it has ended\ndone: {run}") if has_completed else None
 
 
-def _require_training(run: RunDir, verb: str) -> None:
+def _refuse_if_not_saving(run: RunDir, command_verb: str) -> None:
     if not run.plan.exists():
         raise InputError(
             f"{run}: its ranks have not started, so there is nothing to save; `ortlaunch "
@@ -187,11 +191,11 @@ def _require_training(run: RunDir, verb: str) -> None:
     plan = Plan.read(run.plan)
     if not plan.traits.saves:
         raise InputError(
-            f"{run}: runs {plan.task}, which saves nothing; use `ortlaunch cancel`, not `{verb}`"
+            f"{run}: runs {plan.task}, which saves nothing; use `ortlaunch cancel`, not `{command_verb}`"
         )
 
 
-def _newest(run: RunDir) -> int:
+def _newest_checkpoint_step(run: RunDir) -> int:
     """Return the step of the newest checkpoint; 0 if there is none."""
-    saved = run.complete_checkpoints()
-    return saved[-1][0] if saved else 0
+    complete_checkpoints = run.complete_checkpoints()
+    return complete_checkpoints[-1][0] if complete_checkpoints else 0

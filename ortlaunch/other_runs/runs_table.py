@@ -7,47 +7,54 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ortlaunch.evaluation_metrics import METRICS
-from ortlaunch.other_runs.registry import TRAINING
+from ortlaunch.other_runs.registry import TRAINING_PURPOSE
 from ortlaunch.other_runs.status import Status
 from ortlaunch.run_folder import cause_text
 from ortlaunch.units import align_columns, clock_duration, number_or_none, shorten_line
 
-_HEAD = ("state", "step", "loss", "metric", "time", "run")
+_TABLE_HEAD = ("state", "step", "loss", "metric", "time", "run")
 
 
-def runs_table(statuses: Sequence[Status], columns: int) -> str:
+def format_runs_table(statuses: Sequence[Status], terminal_columns: int) -> str:
     """Return the table for a person.
 
     Args:
         statuses: the runs, in the order of the rows.
-        columns: width of the terminal; a longer reason or folder is shortened.
+        terminal_columns: width of the terminal; a longer reason or folder is shortened.
     """
     if not statuses:
         return "no runs"
-    values = [_values(status) for status in statuses]
+    row_values = [_row_values(status) for status in statuses]
     # The folder has what the other columns leave.
-    taken = len(align_columns([_HEAD, *((*row, "") for row in values)])[0]) - len(_HEAD[-1])
-    rows = [(*row, _folder(status, columns - taken)) for row, status in zip(values, statuses)]
-    head, *lines = align_columns([_HEAD, *rows])
-    reasons = [_reason(status, columns) for status in statuses]
-    return "\n".join([head, *(text for pair in zip(lines, reasons) for text in pair if text)])
+    used_columns = len(align_columns([_TABLE_HEAD, *((*row, "") for row in row_values)])[0]) - len(
+        _TABLE_HEAD[-1]
+    )
+    rows = [
+        (*row, _folder_text(status, terminal_columns - used_columns))
+        for row, status in zip(row_values, statuses)
+    ]
+    head_line, *lines = align_columns([_TABLE_HEAD, *rows])
+    reason_lines = [_reason_line(status, terminal_columns) for status in statuses]
+    return "\n".join(
+        [head_line, *(text for pair in zip(lines, reason_lines) for text in pair if text)]
+    )
 
 
-def _values(status: Status) -> tuple[str, ...]:
-    step = "-" if status.step is None else f"{status.step}/{status.steps or '?'}"
-    loss = number_or_none(status.metrics.get("loss"))
+def _row_values(status: Status) -> tuple[str, ...]:
+    step_text = "-" if status.step is None else f"{status.step}/{status.steps or '?'}"
+    newest_loss = number_or_none(status.metrics.get("loss"))
     # The process is on another host, so the recorded state may be out of date.
-    doubt = "" if status.certain else "?"
+    doubt_mark = "" if status.certain else "?"
     return (
-        status.state_name + doubt,
-        step,
-        "-" if loss is None else f"{loss:.4f}",
-        _metric(status),
+        status.state_name + doubt_mark,
+        step_text,
+        "-" if newest_loss is None else f"{newest_loss:.4f}",
+        _metric_text(status),
         "-" if status.seconds is None else clock_duration(status.seconds),
     )
 
 
-def _metric(status: Status) -> str:
+def _metric_text(status: Status) -> str:
     """Return the newest value of the evaluation's first metric, or the evaluation loss."""
     for name in (*(name for name in METRICS if name != "loss"), "loss"):
         value = number_or_none(status.metrics.get(f"evaluation_{name}"))
@@ -56,25 +63,25 @@ def _metric(status: Status) -> str:
     return "-"
 
 
-def _folder(status: Status, columns: int) -> str:
+def _folder_text(status: Status, max_columns: int) -> str:
     """Return the run's folder as seen from here; without its first parts if it is too long."""
-    mark = "" if status.purpose == TRAINING else f" ({status.purpose})"
+    purpose_mark = "" if status.purpose == TRAINING_PURPOSE else f" ({status.purpose})"
     path = Path(status.run)
-    here = Path(os.path.realpath(os.curdir))
-    parts = (path.relative_to(here) if here in path.parents else path).parts
+    current_folder = Path(os.path.realpath(os.curdir))
+    parts = (path.relative_to(current_folder) if current_folder in path.parents else path).parts
     text = str(Path(*parts))
     # `step_N` of an evaluation needs the name of its run.
-    least = 3 if parts[-2:-1] == ("evaluations",) else 1
-    while len(text) + len(mark) > columns and len(parts) > least:
+    least_part_count = 3 if parts[-2:-1] == ("evaluations",) else 1
+    while len(text) + len(purpose_mark) > max_columns and len(parts) > least_part_count:
         parts = parts[1:]
         text = str(Path("...", *parts))
-    if len(parts) == least == 3:
+    if len(parts) == least_part_count == 3:
         text = str(Path(parts[0], parts[2]))
     # The name alone stands for a training.
-    return (path.name if len(parts) == 1 else text) + mark
+    return (path.name if len(parts) == 1 else text) + purpose_mark
 
 
-def _reason(status: Status, columns: int) -> str:
+def _reason_line(status: Status, terminal_columns: int) -> str:
     """Return an indented line with the cause of a failure, else of a fallback or on the best step."""
     failure = status.job.failure if status.state.is_end else None
     reason = (
@@ -82,4 +89,4 @@ def _reason(status: Status, columns: int) -> str:
     )
     if not reason:
         return ""
-    return f"    {shorten_line(reason, columns - 4)}"
+    return f"    {shorten_line(reason, terminal_columns - 4)}"

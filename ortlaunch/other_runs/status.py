@@ -44,9 +44,9 @@ _POLL_SECONDS = 0.5
 # Bytes at the end of metrics.jsonl that are read: more than the newest line of each kind needs.
 _TAIL_BYTES = 1 << 16
 # Lines of the output of a command that wrote no job.json.
-_SAID_LINES = 20
-_PRUNED = f"stopped by {PRUNER}"
-_SHOWN = {
+_VERDICT_LINES = 20
+_PRUNED_TEXT = f"stopped by {PRUNER}"
+_FORMAT_BY_METRIC = {
     "loss": "loss {:.4f}",
     "tokens_per_second": "{:,.0f} tokens/s",
     "samples_per_second": "{:,.1f} samples/s",
@@ -95,208 +95,252 @@ class Status:
 
     def __str__(self) -> str:
         """Return lines for a person: state, ranks, progress, verdict."""
-        return "\n".join(line for line in (self._headline(), *self._lines()) if line)
+        return "\n".join(line for line in (self._headline(), *self._detail_lines()) if line)
 
     @property
     def state_name(self) -> str:
         """The state for a person: `pruned` for a trial that its sweep ended early."""
-        return "pruned" if _PRUNED in (self.job.verdict or "") else self.state.value
+        return "pruned" if _PRUNED_TEXT in (self.job.verdict or "") else self.state.value
 
     @property
     def best_line(self) -> str:
         """A line on an early stop and on the best checkpoint; "" without them."""
-        best = self.stopped_early or self.best or {}
-        value = number_or_none(best.get("value"))
-        early = (
+        best_record = self.stopped_early or self.best or {}
+        value = number_or_none(best_record.get("value"))
+        early_stop_text = (
             f"stopped early after step {self.step} of {self.steps}" if self.stopped_early else ""
         )
-        metric = (
-            f"best {best['metric']} {value:.6g} after step {best['step']}"
+        metric_text = (
+            f"best {best_record['metric']} {value:.6g} after step {best_record['step']}"
             if value is not None
             else ""
         )
-        return ": ".join(filter(None, (early, metric)))
+        return ": ".join(filter(None, (early_stop_text, metric_text)))
 
     def _headline(self) -> str:
-        took = (
+        duration_text = (
             ""
             if self.seconds is None
             else f" {'after' if self.state.is_end else 'for'} {clock_duration(self.seconds)}"
         )
-        ended = f", ended {_time(self.job.ended)}" if self.job.ended else ""
-        status = "" if self.job.exit_status is None else f", exit status {self.job.exit_status}"
-        where = f"launcher {self.job.backend}, process {self.job.id} on host {self.job.host}"
-        where = f"job {self.job.id} of {self.job.backend}" if queued.is_queued(self.job) else where
-        purpose = "" if self.purpose == registry.TRAINING else f" ({self.purpose})"
+        end_text = f", ended {_time_text(self.job.ended)}" if self.job.ended else ""
+        exit_status_text = (
+            "" if self.job.exit_status is None else f", exit status {self.job.exit_status}"
+        )
+        location_text = (
+            f"launcher {self.job.backend}, process {self.job.id} on host {self.job.host}"
+        )
+        location_text = (
+            f"job {self.job.id} of {self.job.backend}"
+            if queued.is_queued(self.job)
+            else location_text
+        )
+        purpose_text = "" if self.purpose == registry.TRAINING_PURPOSE else f" ({self.purpose})"
         return (
-            f"{self.run}{purpose}: {self.state_name}{took}{status} "
-            f"(started {_time(self.job.started)}{ended}; {where})"
+            f"{self.run}{purpose_text}: {self.state_name}{duration_text}{exit_status_text} "
+            f"(started {_time_text(self.job.started)}{end_text}; {location_text})"
         )
 
-    def _lines(self) -> Iterator[str]:
+    def _detail_lines(self) -> Iterator[str]:
         if not self.certain:
-            yield f"this is the last recorded state; {elsewhere(self.job, self.run, 'status')}"
+            yield f"this is the last recorded state; {advice_for_other_host(self.job, self.run, 'status')}"
         if self.ranks is not None and self.hosts is not None:
-            begun = f"; {self.ranks_begun} have started" if self.ranks_begun < self.ranks else ""
-            yield f"{count_with_noun(self.ranks, 'rank')} on {count_with_noun(self.hosts, 'host')}{begun}"
-        pending = self.state is JobState.PENDING
-        if pending and not queued.is_queued(self.job):
+            begun_text = (
+                f"; {self.ranks_begun} have started" if self.ranks_begun < self.ranks else ""
+            )
+            yield f"{count_with_noun(self.ranks, 'rank')} on {count_with_noun(self.hosts, 'host')}{begun_text}"
+        is_pending = self.state is JobState.PENDING
+        if is_pending and not queued.is_queued(self.job):
             yield "its ranks have not started: the command still measures or prepares"
-        elif not pending or self.step is not None:
-            yield self._progress()
+        elif not is_pending or self.step is not None:
+            yield self._progress_text()
         yield self.best_line
-        for pid, name in self.stopped.items():
-            yield f"process {pid} ({name}) is stopped, and the run waits for it: kill -CONT {pid}"
+        for pid, process_name in self.stopped.items():
+            yield f"process {pid} ({process_name}) is stopped, and the run waits for it: kill -CONT {pid}"
         if self.alive:
             yield f"still ending: {', '.join(f'process {pid}' for pid in self.alive)}"
-        yield from self._attempts()
+        yield from self._attempt_lines()
         if self.fallback:
             yield self.fallback
         yield from self.unreadable
-        yield from _short(self.job.verdict or "")
+        yield from _conclusion_lines(self.job.verdict or "")
 
-    def _attempts(self) -> Iterator[str]:
+    def _attempt_lines(self) -> Iterator[str]:
         """Yield a line for each failed start of the ranks, and the number of the current one."""
-        for one in self.job.attempts:
-            at = "" if one.step is None else f" after step {one.step}"
-            yield f"attempt {one.number} failed{at}, in {clock_duration(one.seconds)}: {one.verdict}"
+        for attempt in self.job.attempts:
+            step_text = "" if attempt.step is None else f" after step {attempt.step}"
+            yield f"attempt {attempt.number} failed{step_text}, in {clock_duration(attempt.seconds)}: {attempt.verdict}"
         if self.job.attempts and self.state is JobState.RUNNING:
             yield f"attempt {len(self.job.attempts) + 1} runs"
 
-    def _progress(self) -> str:
+    def _progress_text(self) -> str:
         if self.step is None:
             return "no step is logged yet" if not self.state.is_end else "no step was logged"
-        of = f" of {self.steps}" if self.steps is not None else ""
-        known = ((form, number_or_none(self.metrics.get(name))) for name, form in _SHOWN.items())
-        values = [form.format(value) for form, value in known if value is not None]
-        ago = self.logged_seconds_ago
-        when = (
+        total_text = f" of {self.steps}" if self.steps is not None else ""
+        values_by_format = (
+            (value_format, number_or_none(self.metrics.get(name)))
+            for name, value_format in _FORMAT_BY_METRIC.items()
+        )
+        values = [
+            value_format.format(value)
+            for value_format, value in values_by_format
+            if value is not None
+        ]
+        seconds_ago = self.logged_seconds_ago
+        time_text = (
             ""
             if self.state.is_end
             else ", of an earlier start"
-            if ago is None
-            else f", {clock_duration(ago)} ago"
+            if seconds_ago is None
+            else f", {clock_duration(seconds_ago)} ago"
         )
-        return ", ".join([f"step {self.step}{of}", *values]) + when
+        return ", ".join([f"step {self.step}{total_text}", *values]) + time_text
 
 
-def read_status(run: RunDir, queue: queued.Queue = queued.ask) -> Status:
+def read_status(run: RunDir, ask_queue: queued.Queue = queued.ask_scheduler) -> Status:
     """Return the current status of a run.
 
     Args:
-        queue: returns the state of a job in its queue; a list of runs shares a SharedQueue.
+        ask_queue: returns the state of a job in its queue; a list of runs shares a SharedQueue.
 
     Raises:
         InputError: the folder is not that of a run, or this user may not read its files.
     """
     try:
-        return _read_status(run, queue)
+        return _read_status(run, ask_queue)
     except PermissionError as error:
         raise InputError(
             f"{error.filename}: no permission to read it; use the user who started the run"
         ) from None
 
 
-def wait(run: RunDir, seen: Callable[[Status], object] | None = None) -> Status:
+def wait_for_end(run: RunDir, on_status: Callable[[Status], object] | None = None) -> Status:
     """Wait for the end of a run and return its final status.
 
     Args:
-        seen: called with each status that is read, twice a second.
+        on_status: called with each status that is read, twice a second.
 
     Raises:
         InputError: as `read_status`; or the end cannot be detected from this host.
     """
     while True:
         status = read_status(run)
-        if seen is not None:
-            seen(status)
+        if on_status is not None:
+            on_status(status)
         if status.state.is_end:
             return status
         if not status.certain:
-            raise InputError(elsewhere(status.job, run, "status --wait"))
+            raise InputError(advice_for_other_host(status.job, run, "status --wait"))
         time.sleep(_POLL_SECONDS)
 
 
-def elsewhere(job: JobRecord, run: RunDir | str, verb: str) -> str:
+def advice_for_other_host(job: JobRecord, run: RunDir | str, command_verb: str) -> str:
     """Return the advice for a job whose process cannot be seen from this host."""
-    there = f"process {job.id} on host {job.host} cannot be seen from here"
+    location_text = f"process {job.id} on host {job.host} cannot be seen from here"
     return (
-        f"{there}; use that host, or ssh: ssh {job.host} ortlaunch {verb} "
+        f"{location_text}; use that host, or ssh: ssh {job.host} ortlaunch {command_verb} "
         f"{os.path.abspath(str(run))}"
     )
 
 
-def _read_status(run: RunDir, queue: queued.Queue) -> Status:
-    recorded = _job(run)
-    wrong = list[str]()
-    certain = recorded.state.is_end or queued.is_queued(recorded) or recorded.process.is_here
-    job = _or_fault(wrong, lambda: _found(run, recorded, queue), recorded) if certain else recorded
-    if _PRUNED in (job.verdict or ""):
+def _read_status(run: RunDir, ask_queue: queued.Queue) -> Status:
+    recorded_job = _current_job_record(run)
+    error_texts = list[str]()
+    is_certain = (
+        recorded_job.state.is_end or queued.is_queued(recorded_job) or recorded_job.process.is_here
+    )
+    job = (
+        _read_or_note_error(
+            error_texts, lambda: _job_with_current_state(run, recorded_job, ask_queue), recorded_job
+        )
+        if is_certain
+        else recorded_job
+    )
+    if _PRUNED_TEXT in (job.verdict or ""):
         # A sweep does not count what a continued trial reaches.
         job = replace(job, verdict=(job.verdict or "").partition(f"\n{CONTINUE_PREFIX}")[0])
-    plan = _or_fault(wrong, lambda: Plan.read(run.plan) if run.plan.exists() else None, None)
-    steps = _or_fault(wrong, lambda: _steps(run), None)
-    metrics = _newest_metrics(run, wrong)
-    fallback = _or_fault(wrong, lambda: _fallback(run), None)
-    started = datetime.fromisoformat(job.started).timestamp()
-    logged = run.metrics.stat().st_mtime if metrics else 0.0
-    summary: Json = _or_fault(wrong, lambda: _result(job, run.summary), {})
-    measured: Json = _or_fault(wrong, lambda: _result(job, run.evaluation), {})
+    plan = _read_or_note_error(
+        error_texts, lambda: Plan.read(run.plan) if run.plan.exists() else None, None
+    )
+    planned_steps = _read_or_note_error(error_texts, lambda: _planned_steps(run), None)
+    metrics = _newest_metrics(run, error_texts)
+    fallback = _read_or_note_error(error_texts, lambda: _engine_fallback(run), None)
+    start_time = datetime.fromisoformat(job.started).timestamp()
+    log_time = run.metrics.stat().st_mtime if metrics else 0.0
+    summary: Json = _read_or_note_error(
+        error_texts, lambda: _successful_result(job, run.summary), {}
+    )
+    evaluation_result: Json = _read_or_note_error(
+        error_texts, lambda: _successful_result(job, run.evaluation), {}
+    )
     # `evaluate` writes no metrics.jsonl.
     metrics |= {
-        name if name == "step" else f"evaluation_{name}": value for name, value in measured.items()
+        name if name == "step" else f"evaluation_{name}": value
+        for name, value in evaluation_result.items()
     }
     return Status(
         run=str(run),
-        purpose=registry.purpose(run),
+        purpose=registry.run_purpose(run),
         state=job.state,
         job=job,
-        certain=certain,
-        seconds=_seconds(job, started),
+        certain=is_certain,
+        seconds=_elapsed_seconds(job, start_time),
         ranks=plan.world_size if plan else None,
         ranks_begun=len(ranks_that_began(run)) if run.request.exists() else 0,
         hosts=len(plan.nodes) if plan else None,
         step=metrics.pop("step", None),
-        steps=steps,
+        steps=planned_steps,
         # Metrics from before the start are those of an earlier start.
-        logged_seconds_ago=time.time() - logged if logged >= started else None,
+        logged_seconds_ago=time.time() - log_time if log_time >= start_time else None,
         metrics=metrics,
         alive=tuple(lock.living_process_ids(run)) if job.state.is_end else (),
-        stopped=_stopped(job) if certain else {},
-        unreadable=tuple(wrong),
+        stopped=_stopped_processes(job) if is_certain else {},
+        unreadable=tuple(error_texts),
         fallback=fallback,
         best=summary.get("best"),
         stopped_early=summary.get("stopped_early"),
     )
 
 
-def _fallback(run: RunDir) -> str | None:
+def _engine_fallback(run: RunDir) -> str | None:
     """Return the sentence on the engine that replaced the requested one; None if none did."""
-    found = read_own_json(run.engine) if run.engine.exists() else {}
+    engine_record = read_own_json(run.engine) if run.engine.exists() else {}
     try:
-        return from_json(EngineChoice, found["engine"]).fallback if "engine" in found else None
+        return (
+            from_json(EngineChoice, engine_record["engine"]).fallback
+            if "engine" in engine_record
+            else None
+        )
     except TypeError as error:
         raise DamagedFile(f"{run.engine}: {error}; delete it") from error
 
 
-def _result(job: JobRecord, path: Path) -> Json:
-    return read_own_json(path) if job.state is JobState.SUCCEEDED and path.exists() else {}
+def _successful_result(job: JobRecord, result_path: Path) -> Json:
+    return (
+        read_own_json(result_path)
+        if job.state is JobState.SUCCEEDED and result_path.exists()
+        else {}
+    )
 
 
-def _or_fault(wrong: list[str], read: Callable[[], _T], otherwise: _T) -> _T:
-    """Return the result of `read`, or `otherwise` after an error, which is appended to `wrong`.
+def _read_or_note_error(
+    error_texts: list[str], read_value: Callable[[], _T], fallback_value: _T
+) -> _T:
+    """Return the result of `read_value_or_warn`, or `fallback_value` after an error.
+
+    The error is appended to `error_texts`.
 
     Such errors are those of damaged files and of a queue that does not answer.
     """
     try:
-        return read()
+        return read_value()
     except (DamagedFile, LaunchError, MissingDependency) as error:
-        if str(error) not in wrong:
-            wrong.append(str(error))
-        return otherwise
+        if str(error) not in error_texts:
+            error_texts.append(str(error))
+        return fallback_value
 
 
-def require_folder(run: RunDir) -> None:
+def require_run_folder(run: RunDir) -> None:
     """Raise InputError if the path is no folder."""
     if not run.path.is_dir():
         raise InputError(
@@ -305,74 +349,78 @@ def require_folder(run: RunDir) -> None:
         )
 
 
-def _job(run: RunDir) -> JobRecord:
+def _current_job_record(run: RunDir) -> JobRecord:
     """Return the job of the command that has the folder now, else the recorded one."""
-    require_folder(run)
+    require_run_folder(run)
     job = JobRecord.read(run)
-    command = lock.last_command_of_run(run)
+    last_command = lock.last_command_of_run(run)
     if job is not None and queued.is_queued(job):
         return job
     # A command that took the folder over replaces the job of an earlier one.
     if (
-        command is not None
-        and command.is_here
-        and command.is_alive()
-        and (job is None or job.process != command)
+        last_command is not None
+        and last_command.is_here
+        and last_command.is_alive()
+        and (job is None or job.process != last_command)
     ):
         # The command resolves or measures, and has not written its own job.json yet.
         return JobRecord(
-            "local", str(command.pid), *command[1:], current_time_iso(), JobState.PENDING
+            "local", str(last_command.pid), *last_command[1:], current_time_iso(), JobState.PENDING
         )
-    if job is None and command is not None and run.output.exists():
+    if job is None and last_command is not None and run.output.exists():
         # It was started from Python, and ended before it wrote its own job.json.
-        said = "".join(read_own_text(run.output).splitlines(keepends=True)[-_SAID_LINES:])
+        last_output = "".join(read_own_text(run.output).splitlines(keepends=True)[-_VERDICT_LINES:])
         job = JobRecord(
-            "local", str(command.pid), *command[1:], current_time_iso(), JobState.FAILED
+            "local", str(last_command.pid), *last_command[1:], current_time_iso(), JobState.FAILED
         )
-        return replace(job, exit_status=1, verdict=said)
+        return replace(job, exit_status=1, verdict=last_output)
     if job is None:
         raise InputError(f"{run}: has no job.json, so no run was started there")
     return job
 
 
-def _found(run: RunDir, job: JobRecord, queue: queued.Queue) -> JobRecord:
+def _job_with_current_state(run: RunDir, job: JobRecord, ask_queue: queued.Queue) -> JobRecord:
     """Return the record with the job's current state, and with a verdict if none was recorded."""
     if queued.is_queued(job):
-        return queued.found(run, job, queue)
+        return queued.job_with_queue_state(run, job, ask_queue)
     # A job that no launcher of ours started (`inside`) is checked by its process alone.
     state = load_backend(job.backend if job.backend in LAUNCHERS else "local").state(job)
     if not state.is_end or job.state.is_end:
         return replace(job, state=state)
     # The command may have recorded its end since the record was read.
-    written = JobRecord.read(run)
-    if written is not None and written.process == job.process and written.state.is_end:
-        return written
-    end = _unrecorded(run, job)
+    recorded_job = JobRecord.read(run)
+    if (
+        recorded_job is not None
+        and recorded_job.process == job.process
+        and recorded_job.state.is_end
+    ):
+        return recorded_job
+    run_end = _unrecorded_end(run, job)
     return replace(
         job,
-        state=JobState.state_of_exit_status(end.status),
-        exit_status=end.status,
-        verdict=end.text,
-        failure=end.failure,
+        state=JobState.state_of_exit_status(run_end.status),
+        exit_status=run_end.status,
+        verdict=run_end.text,
+        failure=run_end.failure,
     )
 
 
-def _unrecorded(run: RunDir, job: JobRecord) -> RunEnd:
+def _unrecorded_end(run: RunDir, job: JobRecord) -> RunEnd:
     """Return the end of a run that no command recorded.
 
     Its command was killed, or the user's own launcher started the ranks.
     """
-    started = datetime.fromisoformat(job.started).timestamp()
-    trained = run.summary.exists() and run.summary.stat().st_mtime >= started
-    failed = first_error_record(run)
-    if trained and (failed is None or failed["secondary"]):
+    start_time = datetime.fromisoformat(job.started).timestamp()
+    has_completed = run.summary.exists() and run.summary.stat().st_mtime >= start_time
+    first_record = first_error_record(run)
+    if has_completed and (first_record is None or first_record["secondary"]):
         return RunEnd(0, f"done: {run}")
-    if job.backend == "inside" and _compared_to_the_end(run):
+    if job.backend == "inside" and _has_finished_comparison(run):
         return RunEnd(0, f"done: {run}")
     return classify_vanished_command(run, f"process {job.id} on host {job.host}")
 
 
-def _compared_to_the_end(run: RunDir) -> bool:
+def _has_finished_comparison(run: RunDir) -> bool:
     """Whether `parity`, which writes no summary, ended by itself on rank 0, and no rank failed."""
     if (
         not run.plan.exists()
@@ -383,36 +431,36 @@ def _compared_to_the_end(run: RunDir) -> bool:
     return not run.reserved_space_path(0).exists() and not any(run.errors.glob("rank_*.json"))
 
 
-def _stopped(job: JobRecord) -> Mapping[int, str]:
-    runs = not job.state.is_end and not queued.is_queued(job) and job.process.is_alive()
-    return stopped_process_names(job.process.pid) if runs else {}
+def _stopped_processes(job: JobRecord) -> Mapping[int, str]:
+    is_alive = not job.state.is_end and not queued.is_queued(job) and job.process.is_alive()
+    return stopped_process_names(job.process.pid) if is_alive else {}
 
 
-def _seconds(job: JobRecord, started: float) -> float | None:
+def _elapsed_seconds(job: JobRecord, start_time: float) -> float | None:
     if job.state.is_end:
-        return datetime.fromisoformat(job.ended).timestamp() - started if job.ended else None
-    return time.time() - started
+        return datetime.fromisoformat(job.ended).timestamp() - start_time if job.ended else None
+    return time.time() - start_time
 
 
-def _newest_metrics(run: RunDir, wrong: list[str]) -> Json:
-    """Return the newest value of each metric; damaged lines are reported in `wrong`."""
+def _newest_metrics(run: RunDir, error_texts: list[str]) -> Json:
+    """Return the newest value of each metric; damaged lines are reported in `error_texts`."""
     # A last line that is only half written is skipped without a report.
     if not run.metrics.exists():
         return {}
-    lines = read_last_json_lines(run.metrics, _TAIL_BYTES, "step")
-    wrong += lines.unreadable
-    return {name: value for record in lines.values for name, value in record.items()}
+    json_lines = read_last_json_lines(run.metrics, _TAIL_BYTES, "step")
+    error_texts += json_lines.unreadable
+    return {name: value for record in json_lines.values for name, value in record.items()}
 
 
-def _steps(run: RunDir) -> int | None:
+def _planned_steps(run: RunDir) -> int | None:
     """Return the number of steps that the run has at its end; None if unknown."""
     if not run.recipe.exists():
         return None
-    given = read_resolved(run.recipe).train.max_steps
+    max_steps = read_resolved(run.recipe).train.max_steps
     # For a length in epochs, the ranks compute the steps and write them to a file.
     return (
-        given
-        if given is not None or not run.steps.exists()
+        max_steps
+        if max_steps is not None or not run.steps.exists()
         else int(read_own_json(run.steps)["max_steps"])
     )
 
@@ -420,7 +468,7 @@ def _steps(run: RunDir) -> int | None:
 _CONCLUSION = (VERDICT_PREFIX, ADVICE_PREFIX, COMMAND_PREFIX, CONTINUE_PREFIX)
 
 
-def _short(verdict: str) -> list[str]:
+def _conclusion_lines(verdict: str) -> list[str]:
     """Return the conclusion of a failed run, without the tracebacks that `diagnose` prints."""
     lines = verdict.splitlines()
     return (
@@ -430,5 +478,5 @@ def _short(verdict: str) -> list[str]:
     )
 
 
-def _time(text: str) -> str:
-    return text.replace("T", " ")[:19]
+def _time_text(iso_time: str) -> str:
+    return iso_time.replace("T", " ")[:19]

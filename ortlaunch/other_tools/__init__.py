@@ -18,31 +18,40 @@ from ortlaunch.other_tools import (
     trainer,
 )
 from ortlaunch.other_tools.draft import Draft, ImportReport, Remark
-from ortlaunch.other_tools.reading import config
-from ortlaunch.recipe.check import check
+from ortlaunch.other_tools.reading import read_config_tree
+from ortlaunch.recipe.check import validate_tree
 from ortlaunch.recipe.fields.recipe import Recipe
-from ortlaunch.recipe.text.place import Line, Place, SourceError, in_reading_order, keys
-from ortlaunch.recipe.text.source import override, read
-from ortlaunch.recipe.text.tree import Tree, merge
-from ortlaunch.recipe.text.yaml_text import dump
+from ortlaunch.recipe.text.place import (
+    ProblemLine,
+    SourceError,
+    SourceLocation,
+    parse_key_path,
+    sort_in_reading_order,
+)
+from ortlaunch.recipe.text.source import apply_overrides, read_recipe_tree
+from ortlaunch.recipe.text.tree import Tree, merge_trees
+from ortlaunch.recipe.text.yaml_text import dump_yaml
 
 # The converter of each tool, and its tables in recipe/hints/keys_of_other_tools.py, by priority.
 _TOOLS = {
-    "axolotl": (axolotl.convert, ("Axolotl", "Hugging Face")),
-    "llama-factory": (llama_factory.convert, ("LLaMA-Factory", "Hugging Face")),
-    "deepspeed": (deepspeed.convert, ("DeepSpeed",)),
-    "torchtune": (torchtune.convert, ("torchtune", "Hugging Face")),
-    "accelerate": (accelerate.convert, ("accelerate", "Hugging Face")),
-    "hf-trainer": (trainer.convert, ("Hugging Face",)),
+    "axolotl": (axolotl.convert_axolotl_config, ("Axolotl", "Hugging Face")),
+    "llama-factory": (
+        llama_factory.convert_llama_factory_config,
+        ("LLaMA-Factory", "Hugging Face"),
+    ),
+    "deepspeed": (deepspeed.convert_deepspeed_config, ("DeepSpeed",)),
+    "torchtune": (torchtune.convert_torchtune_config, ("torchtune", "Hugging Face")),
+    "accelerate": (accelerate.convert_accelerate_config, ("accelerate", "Hugging Face")),
+    "hf-trainer": (trainer.convert_trainer_config, ("Hugging Face",)),
 }
 TOOLS = tuple(_TOOLS)
 # Keys that identify a tool. LLaMA-Factory's configs have keys of Trainer, too, so Trainer counts
 # only if no other tool matches.
-_MARKS = {
+_KEYS_OF_TOOL = {
     "axolotl": ("base_model", "sequence_len", "micro_batch_size", "datasets"),
     "llama-factory": (
         *("finetuning_type", "cutoff_len", "stage", "dataset_dir"),
-        *("export_dir", "infer_backend", *llama_v1.MARKS),
+        *("export_dir", "infer_backend", *llama_v1.SECOND_SCHEMA_KEYS),
     ),
     "accelerate": ("compute_environment", "distributed_type", "main_training_function"),
     "deepspeed": (
@@ -62,7 +71,7 @@ _MARKS = {
 }
 
 # What the config sets replaces all of such a group in --base: parts of both would have no meaning.
-_EXCLUSIVE: tuple[tuple[str, ...], ...] = (
+_EXCLUSIVE_PATHS: tuple[tuple[str, ...], ...] = (
     ("batch",),
     ("schedule",),
     ("data.evaluation",),
@@ -71,169 +80,230 @@ _EXCLUSIVE: tuple[tuple[str, ...], ...] = (
     ("checkpoint.every_steps", "checkpoint.every_epochs"),
 )
 # The first that the config leaves to the base is left out if all three are given.
-_SIZES = ("batch.global_size", "batch.accumulation_steps", "batch.micro_size")
+_BATCH_SIZE_PATHS = ("batch.global_size", "batch.accumulation_steps", "batch.micro_size")
 # Keys of tools whose configs cannot be converted.
-_OTHERS = {"step_scheduler": "NeMo AutoModel", "training": "Oumi", "job": "torchtitan"}
+_UNSUPPORTED_TOOLS = {"step_scheduler": "NeMo AutoModel", "training": "Oumi", "job": "torchtitan"}
 
 
-class Imported(NamedTuple):
+class ImportedRecipe(NamedTuple):
     """A recipe with the report of its conversion."""
 
     tool: str
-    marks: tuple[str, ...]
+    identifying_keys: tuple[str, ...]
     """The keys that identified the tool; () if the user named it."""
-    name: str
-    recipe: str
-    account: ImportReport
+    config_name: str
+    recipe_yaml: str
+    import_report: ImportReport
     overrides: tuple[str, ...]
     """Overrides of the command line; they replace keys of the config."""
 
     def __str__(self) -> str:
         """Return the report as text."""
-        guessed = f", by {', '.join(self.marks)}" if self.marks else ""
-        over = (
+        guess_text = f", by {', '.join(self.identifying_keys)}" if self.identifying_keys else ""
+        override_lines = (
             [f"set by the command line, in place of the above: {', '.join(self.overrides)}"]
             if self.overrides
             else []
         )
         return "\n".join(
-            [f"{self.name}: taken as {self.tool}'s{guessed}", *lines(self.account), *over]
+            [
+                f"{self.config_name}: taken as {self.tool}'s{guess_text}",
+                *report_lines(self.import_report),
+                *override_lines,
+            ]
         )
 
-    def file(self) -> str:
+    def commented_recipe(self) -> str:
         """Return the recipe as YAML, with the report as comments."""
-        return "".join(f"# {line}\n" for line in str(self).splitlines()) + self.recipe
+        return "".join(f"# {line}\n" for line in str(self).splitlines()) + self.recipe_yaml
 
 
 def import_config(
-    path: Path, tool: str | None, base: Path | None, overrides: Sequence[str]
-) -> Imported:
+    config_path: Path, requested_tool: str | None, base_path: Path | None, overrides: Sequence[str]
+) -> ImportedRecipe:
     """Convert a config to a valid recipe.
 
     Args:
-        path: the config.
-        tool: one of TOOLS; None: guess it from the keys.
-        base: a recipe with values for keys that the config lacks.
+        config_path: the config.
+        requested_tool: one of TOOLS; None: guess it from the keys.
+        base_path: a recipe with values for keys that the config lacks.
         overrides: KEY=VALUE of the command line.
 
     Raises:
         RecipeError: the config, the base or their result is wrong; it has every problem.
         InputError: the tool is unknown, or trains in a way that ortlaunch does not have.
     """
-    tree = config(path)
-    found, marks = (tool, ()) if tool else _guess(tree, path)
-    if found not in _TOOLS:
-        raise InputError(f"--from: got {found}; one of {', '.join(TOOLS)}")
-    convert, words = _TOOLS[found]
-    below = _base(base, tree.place)
-    draft = Draft(tree, words, override(Tree(tree.place, kind="mapping"), overrides, []), below)
+    tree = read_config_tree(config_path)
+    tool_name, identifying_keys = (
+        (requested_tool, ()) if requested_tool else _guess_tool(tree, config_path)
+    )
+    if tool_name not in _TOOLS:
+        raise InputError(f"--from: got {tool_name}; one of {', '.join(TOOLS)}")
+    convert, dialects = _TOOLS[tool_name]
+    base_tree = _read_base_recipe(base_path, tree.location)
+    draft = Draft(
+        tree,
+        dialects,
+        apply_overrides(Tree(tree.location, node_type="mapping"), overrides, []),
+        base_tree,
+    )
     convert(draft)
-    draft.assume(
+    draft.assume_default(
         "name",
-        re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("-._") or "imported",
+        re.sub(r"[^A-Za-z0-9._-]+", "-", config_path.stem).strip("-._") or "imported",
         "the file's name",
     )
     # Last: the converters above have taken the keys that need more than a table.
-    draft.rest()
-    whole = _checked(_over(below, draft), overrides, draft.account)
+    draft.convert_remaining_keys()
+    recipe_values = _checked_recipe_keys(
+        _merge_over_base(base_tree, draft), overrides, draft.import_report
+    )
     # In the order of the sections in the manual, not of the config.
-    ordered = {name: whole[name] for name in Recipe.model_fields if name in whole}
-    return Imported(found, marks, str(path), dump(ordered), draft.account, tuple(overrides))
+    ordered_values = {
+        name: recipe_values[name] for name in Recipe.model_fields if name in recipe_values
+    }
+    return ImportedRecipe(
+        tool_name,
+        identifying_keys,
+        str(config_path),
+        dump_yaml(ordered_values),
+        draft.import_report,
+        tuple(overrides),
+    )
 
 
-def _guess(tree: Tree, path: Path) -> tuple[str, tuple[str, ...]]:
-    seen = {
-        tool: tuple(key for key in marks if key in tree.children) for tool, marks in _MARKS.items()
+def _guess_tool(config_tree: Tree, config_path: Path) -> tuple[str, tuple[str, ...]]:
+    keys_by_tool = {
+        tool: tuple(key for key in tool_keys if key in config_tree.children)
+        for tool, tool_keys in _KEYS_OF_TOOL.items()
     }
     # Its second schema has a key of axolotl's.
-    if set(seen["llama-factory"]) & set(llama_v1.MARKS):
-        return "llama-factory", seen["llama-factory"]
-    tools = [tool for tool, marks in seen.items() if marks and tool != "hf-trainer"] or [
-        t for t in seen if seen[t]
-    ]
+    if set(keys_by_tool["llama-factory"]) & set(llama_v1.SECOND_SCHEMA_KEYS):
+        return "llama-factory", keys_by_tool["llama-factory"]
+    tools = [
+        tool for tool, tool_keys in keys_by_tool.items() if tool_keys and tool != "hf-trainer"
+    ] or [t for t in keys_by_tool if keys_by_tool[t]]
     if len(tools) != 1:
-        why = (
+        reason = (
             f"it has keys of {' and of '.join(tools)}"
             if tools
             else "none of its keys is one by which a tool is known"
         )
-        other = next((name for key, name in _OTHERS.items() if key in tree.children), None)
-        if other is not None and not tools:
-            why = f"{other}'s, as it seems, of which there is no conversion"
-        raise InputError(f"{path}: whose config is it? {why}; say --from {' | '.join(TOOLS)}")
-    return tools[0], seen[tools[0]]
+        other_tool = next(
+            (name for key, name in _UNSUPPORTED_TOOLS.items() if key in config_tree.children), None
+        )
+        if other_tool is not None and not tools:
+            reason = f"{other_tool}'s, as it seems, of which there is no conversion"
+        raise InputError(
+            f"{config_path}: whose config is it? {reason}; say --from {' | '.join(TOOLS)}"
+        )
+    return tools[0], keys_by_tool[tools[0]]
 
 
-def _base(path: Path | None, place: Place) -> Tree:
+def _read_base_recipe(base_path: Path | None, config_location: SourceLocation) -> Tree:
     """Return the recipe of --base; an empty one without it."""
-    problems: list[Line] = []
+    problems: list[ProblemLine] = []
     try:
-        below = read(path, problems) if path is not None else Tree(place, kind="mapping")
+        base_tree = (
+            read_recipe_tree(base_path, problems)
+            if base_path is not None
+            else Tree(config_location, node_type="mapping")
+        )
     except SourceError as error:
         raise RecipeError([str(line) for line in (*problems, error.line)]) from None
     if problems:
         raise RecipeError([str(line) for line in problems])
-    return below
+    return base_tree
 
 
-def _over(base: Tree, draft: Draft) -> Tree:
+def _merge_over_base(base_tree: Tree, draft: Draft) -> Tree:
     """Return the recipe merged over a base."""
-    recipe, below = draft.recipe, base
-    for paths in _EXCLUSIVE:
-        if any(recipe.find(keys(path)) is not None for path in paths):
-            for path in paths:
-                below = below.without(keys(path))
-    for paths in draft.kept:
+    recipe_tree, remaining_base = draft.recipe_tree, base_tree
+    for key_names in _EXCLUSIVE_PATHS:
+        if any(
+            recipe_tree.find_subtree(parse_key_path(key_name)) is not None for key_name in key_names
+        ):
+            for key_name in key_names:
+                remaining_base = remaining_base.remove_key(parse_key_path(key_name))
+    for key_names in draft.keys_left_to_base:
         # What the config sets takes precedence over its alternatives in the base.
-        if all(recipe.find(keys(path)) is None for path in paths):
-            for path in paths:
-                there = base.find(keys(path))
-                below = below if there is None else below.put(keys(path), there)
-    whole = merge(below, recipe)
+        if all(
+            recipe_tree.find_subtree(parse_key_path(key_name)) is None for key_name in key_names
+        ):
+            for key_name in key_names:
+                base_subtree = base_tree.find_subtree(parse_key_path(key_name))
+                remaining_base = (
+                    remaining_base
+                    if base_subtree is None
+                    else remaining_base.set_subtree(parse_key_path(key_name), base_subtree)
+                )
+    merged_tree = merge_trees(remaining_base, recipe_tree)
     # Two sizes of a batch decide the third.
-    if all(whole.find(keys(path)) is not None for path in _SIZES):
-        free = [path for path in _SIZES if recipe.find(keys(path)) is None]
-        whole = whole.without(keys(free[0])) if free else whole
-    return whole
+    if all(
+        merged_tree.find_subtree(parse_key_path(key_name)) is not None
+        for key_name in _BATCH_SIZE_PATHS
+    ):
+        unset_size_paths = [
+            key_name
+            for key_name in _BATCH_SIZE_PATHS
+            if recipe_tree.find_subtree(parse_key_path(key_name)) is None
+        ]
+        merged_tree = (
+            merged_tree.remove_key(parse_key_path(unset_size_paths[0]))
+            if unset_size_paths
+            else merged_tree
+        )
+    return merged_tree
 
 
-def _checked(tree: Tree, overrides: Sequence[str], account: ImportReport) -> dict[str, object]:
+def _checked_recipe_keys(
+    recipe_tree: Tree, overrides: Sequence[str], import_report: ImportReport
+) -> dict[str, object]:
     """Check a recipe and return its keys.
 
     Raises:
         RecipeError: the recipe is invalid; it has every problem, and keys without a counterpart.
     """
-    problems: list[Line] = []
-    tree = override(tree, overrides, problems)
-    problems += check(tree).problems
+    problems: list[ProblemLine] = []
+    recipe_tree = apply_overrides(recipe_tree, overrides, problems)
+    problems += validate_tree(recipe_tree).problems
     if problems:
-        said = [str(line) for line in in_reading_order(problems, tree.place.source)]
-        hint = (
+        problem_texts = [
+            str(line) for line in sort_in_reading_order(problems, recipe_tree.location.source)
+        ]
+        hint_text = (
             "give what is missing behind the config, as data.train=python-docs, or by --base RECIPE"
         )
-        dropped = [f"without a counterpart: {each}" for each in account.dropped]
+        dropped_texts = [
+            f"without a counterpart: {dropped_remark}" for dropped_remark in import_report.dropped
+        ]
         raise RecipeError(
-            [*said, *dropped, *([hint] if any("is missing" in line for line in said) else [])]
+            [
+                *problem_texts,
+                *dropped_texts,
+                *([hint_text] if any("is missing" in line for line in problem_texts) else []),
+            ]
         )
-    return dict(tree.plain())
+    return dict(recipe_tree.plain_value())
 
 
-def lines(account: ImportReport) -> Iterator[str]:
+def report_lines(import_report: ImportReport) -> Iterator[str]:
     """Yield the lines of a report; what needs attention comes first."""
-    yield from _list("means something else here", account.changed)
-    yield from _list("without a counterpart", account.dropped)
-    yield from _list("nothing to set", account.needless)
-    if account.assumed:
+    yield from _remark_lines("means something else here", import_report.changed)
+    yield from _remark_lines("without a counterpart", import_report.dropped)
+    yield from _remark_lines("nothing to set", import_report.needless)
+    if import_report.assumed:
         yield "not in the config, so set:"
-        yield from (f"  {each}" for each in account.assumed)
-    yield from _list("taken", account.taken)
-    if account.empty:
-        yield f"without effect (null, false, empty): {', '.join(account.empty)}"
+        yield from (f"  {assumed_text}" for assumed_text in import_report.assumed)
+    yield from _remark_lines("taken", import_report.taken)
+    if import_report.empty:
+        yield f"without effect (null, false, empty): {', '.join(import_report.empty)}"
 
 
-def _list(title: str, remarks: Sequence[Remark]) -> Iterator[str]:
+def _remark_lines(title: str, remarks: Sequence[Remark]) -> Iterator[str]:
     if remarks:
         yield f"{title}:"
         yield from (
-            f"  line {each.place.line}: {each.key}: {each.value} -> {each.text}" for each in remarks
+            f"  line {remark.location.line}: {remark.key}: {remark.value} -> {remark.text}"
+            for remark in remarks
         )

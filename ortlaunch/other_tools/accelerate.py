@@ -6,42 +6,50 @@ A key that is only renamed is a row of a table in recipe/hints/keys_of_other_too
 from __future__ import annotations
 
 from ortlaunch.other_tools import deepspeed, sharding
-from ortlaunch.other_tools.draft import Draft, is_empty, number
+from ortlaunch.other_tools.draft import Draft, is_empty, number_of_node
 
 # accelerate's keys of a DeepSpeed plugin -> the recipe's.
 _OFFLOAD = {"offload_optimizer_device": "optimizer", "offload_param_device": "parameters"}
-_NONE = ("none", "no", "standard")
+_NONE_WORDS = ("none", "no", "standard")
 
 
-def convert(draft: Draft) -> None:
+def convert_accelerate_config(draft: Draft) -> None:
     """Convert a config."""
-    hosts = draft.pop("num_machines")
-    ranks = draft.pop("num_processes")
-    count = int(number(hosts) or 1)
-    draft.put("launch.nodes", hosts, "num_machines")
-    if ranks is not None:
-        each = max(1, int(number(ranks) or 1) // count)
-        draft.put("launch.processes_per_node", ranks, "num_processes", each)
-    plugin = draft.pop("deepspeed_config")
-    for key, node in plugin.children.items() if plugin is not None else ():
-        name = f"deepspeed_config.{key}"
-        if is_empty(node) or node.scalar in _NONE:
-            draft.account.empty.append(name)
+    machine_count_node = draft.take_key("num_machines")
+    process_count_node = draft.take_key("num_processes")
+    machine_count = int(number_of_node(machine_count_node) or 1)
+    draft.set_recipe_key("launch.nodes", machine_count_node, "num_machines")
+    if process_count_node is not None:
+        processes_per_machine = max(
+            1, int(number_of_node(process_count_node) or 1) // machine_count
+        )
+        draft.set_recipe_key(
+            "launch.processes_per_node", process_count_node, "num_processes", processes_per_machine
+        )
+    deepspeed_node = draft.take_key("deepspeed_config")
+    for key, node in deepspeed_node.children.items() if deepspeed_node is not None else ():
+        key_path = f"deepspeed_config.{key}"
+        if is_empty(node) or node.scalar in _NONE_WORDS:
+            draft.import_report.empty.append(key_path)
         elif key == "zero_stage":
-            sharding.shard(draft, int(number(node) or 0), "deepspeed_config.zero_stage")
-            draft.needless(name, node, "zero.stage has it")
+            sharding.assume_zero_stage(
+                draft, int(number_of_node(node) or 0), "deepspeed_config.zero_stage"
+            )
+            draft.report_needless(key_path, node, "zero.stage has it")
         elif key in _OFFLOAD:
-            draft.put(f"zero.offload.{_OFFLOAD[str(key)]}", node, name)
+            draft.set_recipe_key(f"zero.offload.{_OFFLOAD[str(key)]}", node, key_path)
         elif key == "deepspeed_config_file":
-            deepspeed.beside(draft, node)
+            deepspeed.convert_inner_deepspeed_config(draft, node)
         elif key in ("gradient_accumulation_steps", "gradient_clipping"):
-            path = "batch.accumulation_steps" if "steps" in str(key) else "train.max_grad_norm"
-            draft.put(path, node, name)
+            recipe_key = (
+                "batch.accumulation_steps" if "steps" in str(key) else "train.max_grad_norm"
+            )
+            draft.set_recipe_key(recipe_key, node, key_path)
         elif str(key).startswith("zero3_"):
-            draft.needless(name, node, "it is so with zero.stage 3")
+            draft.report_needless(key_path, node, "it is so with zero.stage 3")
         else:
-            draft.drop(name, node, "no counterpart")
-    precision = draft.pop("mixed_precision")
+            draft.report_dropped(key_path, node, "no counterpart")
+    precision = draft.take_key("mixed_precision")
     if precision is not None and precision.scalar != "no":
-        draft.put("precision", precision, "mixed_precision")
-    sharding.fsdp(draft)
+        draft.set_recipe_key("precision", precision, "mixed_precision")
+    sharding.convert_fsdp_keys(draft)

@@ -10,13 +10,20 @@ import re
 from typing import Any, get_args
 
 from ortlaunch.other_tools import sharding, trainer
-from ortlaunch.other_tools.draft import Draft, in_one_line, is_empty, null, number, refused
+from ortlaunch.other_tools.draft import (
+    Draft,
+    is_empty,
+    null_at_node,
+    number_of_node,
+    one_line_text,
+    refusal_error,
+)
 from ortlaunch.recipe.fields.data import SpecialToken
 from ortlaunch.recipe.fields.prompts import CHAT_TEMPLATES, PROMPTS
 from ortlaunch.recipe.text.tree import Tree
 
 # Keys of a training that ortlaunch does not have.
-_REFUSED = {
+_REFUSED_KEYS = {
     "rl": "there is no preference training here",
     "reward_model": "there is no preference training here",
     "process_reward_model": "there is no preference training here",
@@ -25,14 +32,16 @@ _REFUSED = {
 # `ds_type` or the file's suffix -> format of the recipe.
 _SUFFIXES = {"json": "jsonl", "jsonl": "jsonl", "text": "text", "txt": "text", "csv": "csv",
              "parquet": "parquet"}  # fmt: skip
-_TEXT = ("completion", "pretrain")
-_CHATS = {
+_TEXT_TYPES = ("completion", "pretrain")
+_CHAT_TYPES = {
     "chat_template": "messages",
     "chat_template.default": "messages",
     "sharegpt": "conversations",
 }
-_TEMPLATES = ("chat_template", "chat_template_jinja")
-_SYSTEM = "chats; rows with a column `system`, which Axolotl reads: set data.train.system_column"
+_TEMPLATE_KEYS = ("chat_template", "chat_template_jinja")
+_SYSTEM_REMARK = (
+    "chats; rows with a column `system`, which Axolotl reads: set data.train.system_column"
+)
 _EACH_BATCH = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
 # Axolotl's names of roles, beside the chat template's.
 _ROLES = {"human": "user", "gpt": "assistant"}
@@ -56,490 +65,617 @@ _STYLES = {
 }
 
 
-def convert(draft: Draft) -> None:
+def convert_axolotl_config(draft: Draft) -> None:
     """Convert a config."""
-    draft.refuse(_REFUSED)
-    draft.assume("model.task", "causal-lm", "Axolotl trains no other")
-    _model(draft)
-    _adapter(draft)
-    _datasets(draft)
-    trainer.held_out(draft, "val_set_size")
-    _template(draft)
-    _tokens(draft)
-    _packing(draft)
-    _trackers(draft)
-    _memory(draft)
-    trainer.optimizer(draft, "optimizer")
-    _schedule(draft)
-    _watchdog(draft)
-    trainer.training(draft)
-    trainer.length(draft, 1)  # Axolotl's default is one epoch, Trainer's three
-    for path, value in (("batch.accumulation_steps", 1), ("train.max_grad_norm", 1.0)):
-        draft.assume(path, value, "Axolotl's default")
+    draft.refuse_keys(_REFUSED_KEYS)
+    draft.assume_default("model.task", "causal-lm", "Axolotl trains no other")
+    _convert_model(draft)
+    _convert_adapter(draft)
+    _convert_datasets(draft)
+    trainer.convert_held_out_part(draft, "val_set_size")
+    _convert_chat_template(draft)
+    _convert_tokens(draft)
+    _convert_packing(draft)
+    _convert_trackers(draft)
+    _convert_memory_settings(draft)
+    trainer.convert_optimizer(draft, "optimizer")
+    _convert_schedule(draft)
+    _convert_loss_watchdog(draft)
+    trainer.convert_training_arguments(draft)
+    trainer.convert_training_length(draft, 1)  # Axolotl's default is one epoch, Trainer's three
+    for recipe_key, value in (("batch.accumulation_steps", 1), ("train.max_grad_norm", 1.0)):
+        draft.assume_default(recipe_key, value, "Axolotl's default")
 
 
-def _model(draft: Draft) -> None:
-    base = draft.pop("base_model")
-    tokenizer = draft.pop("tokenizer_config")
-    draft.alter(
+def _convert_model(draft: Draft) -> None:
+    base_node = draft.take_key("base_model")
+    tokenizer_node = draft.take_key("tokenizer_config")
+    draft.report_altered(
         "tokenizer_use_mistral_common",
-        draft.pop("tokenizer_use_mistral_common"),
+        draft.take_key("tokenizer_use_mistral_common"),
         "the tokenizer that transformers reads for the model, with its chat template",
     )
-    revision = draft.pop("revision_of_model") if base is not None else None
-    if base is not None:
-        source = in_one_line(base) + (f"@{in_one_line(revision)}" if revision else "")
-        draft.put("model.pretrained", base, "base_model", source)
-        own = in_one_line(tokenizer) if tokenizer is not None else source
-        draft.assume("data.tokenizer", own, "it lies with the model")
-    draft.needless("revision_of_model", revision, "model.pretrained has it")
-    draft.needless("tokenizer_config", tokenizer, "data.tokenizer has it")
-    draft.leave_out("model_type", "the pretrained model's config says it")
+    revision_node = draft.take_key("revision_of_model") if base_node is not None else None
+    if base_node is not None:
+        model_source = one_line_text(base_node) + (
+            f"@{one_line_text(revision_node)}" if revision_node else ""
+        )
+        draft.set_recipe_key("model.pretrained", base_node, "base_model", model_source)
+        tokenizer_source = (
+            one_line_text(tokenizer_node) if tokenizer_node is not None else model_source
+        )
+        draft.assume_default("data.tokenizer", tokenizer_source, "it lies with the model")
+    draft.report_needless("revision_of_model", revision_node, "model.pretrained has it")
+    draft.report_needless("tokenizer_config", tokenizer_node, "data.tokenizer has it")
+    draft.report_if_needless("model_type", "the pretrained model's config says it")
 
 
-def _adapter(draft: Draft) -> None:
-    adapter = draft.pop("adapter")
-    if adapter is None:
-        return draft.without_adapters("there is no adapter")
-    if adapter.scalar not in ("lora", "qlora"):
-        raise refused("adapter", adapter, "adapters here are lora")
+def _convert_adapter(draft: Draft) -> None:
+    adapter_node = draft.take_key("adapter")
+    if adapter_node is None:
+        return draft.report_adapters_unused("there is no adapter")
+    if adapter_node.scalar not in ("lora", "qlora"):
+        raise refusal_error("adapter", adapter_node, "adapters here are lora")
     # LoRA without quantization trains the same adapters, so qlora is converted with a remark.
-    if adapter.scalar == "qlora":
-        draft.drop("adapter", adapter, "model.lora, whose base weights are not quantized")
+    if adapter_node.scalar == "qlora":
+        draft.report_dropped(
+            "adapter", adapter_node, "model.lora, whose base weights are not quantized"
+        )
     else:
-        draft.needless("adapter", adapter, "model.lora is there")
+        draft.report_needless("adapter", adapter_node, "model.lora is there")
     # If both are given, `draft.put` reports the second as dropped.
-    every = draft.pop("lora_target_linear")
-    names = draft.pop("lora_target_modules")
-    draft.put("model.lora.target_modules", every, "lora_target_linear", ["all-linear"])
-    given = names.plain() if names is not None and names.kind == "list" else []
+    all_linear_node = draft.take_key("lora_target_linear")
+    names_node = draft.take_key("lora_target_modules")
+    draft.set_recipe_key(
+        "model.lora.target_modules", all_linear_node, "lora_target_linear", ["all-linear"]
+    )
+    target_names = (
+        names_node.plain_value()
+        if names_node is not None and names_node.node_type == "list"
+        else []
+    )
     # A linear layer that the list names, too; the head and the word table are none of them.
-    if every is not None and not {*given} & {"lm_head", "embed_tokens"}:
-        draft.needless("lora_target_modules", names, "all-linear has them")
+    if all_linear_node is not None and not {*target_names} & {"lm_head", "embed_tokens"}:
+        draft.report_needless("lora_target_modules", names_node, "all-linear has them")
     else:
-        draft.put("model.lora.target_modules", names, "lora_target_modules")
-    experts = draft.pop("lora_target_parameters")
-    if experts is not None:
-        draft.put("model.lora.target_parameters", experts, "lora_target_parameters")
-        draft.assume("engine.name", "eager", "lora_target_parameters requires it")
-    rank = draft.pop("lora_r")
-    alpha = draft.pop("lora_alpha")
-    root = draft.pop("peft_use_rslora")
-    if root is not None:
+        draft.set_recipe_key("model.lora.target_modules", names_node, "lora_target_modules")
+    parameters_node = draft.take_key("lora_target_parameters")
+    if parameters_node is not None:
+        draft.set_recipe_key(
+            "model.lora.target_parameters", parameters_node, "lora_target_parameters"
+        )
+        draft.assume_default("engine.name", "eager", "lora_target_parameters requires it")
+    rank_node = draft.take_key("lora_r")
+    alpha_node = draft.take_key("lora_alpha")
+    rslora_node = draft.take_key("peft_use_rslora")
+    if rslora_node is not None:
         # It divides alpha by the root of the rank, peft's usual scale by the rank.
-        rooted = (number(alpha) or 8) * math.sqrt(number(rank) or 8)
-        draft.put("model.lora.alpha", root, "lora_alpha, peft_use_rslora", round(rooted, 6))
-        alpha = None
-    for node, key, ours in ((rank, "lora_r", "r"), (alpha, "lora_alpha", "alpha")):
-        draft.put(f"model.lora.{ours}", node, key)
-        draft.assume(f"model.lora.{ours}", 8, "peft's default")
+        scaled_alpha = (number_of_node(alpha_node) or 8) * math.sqrt(number_of_node(rank_node) or 8)
+        draft.set_recipe_key(
+            "model.lora.alpha", rslora_node, "lora_alpha, peft_use_rslora", round(scaled_alpha, 6)
+        )
+        alpha_node = None
+    for node, key, lora_field in ((rank_node, "lora_r", "r"), (alpha_node, "lora_alpha", "alpha")):
+        draft.set_recipe_key(f"model.lora.{lora_field}", node, key)
+        draft.assume_default(f"model.lora.{lora_field}", 8, "peft's default")
     return None
 
 
-def _memory(draft: Draft) -> None:
+def _convert_memory_settings(draft: Draft) -> None:
     """Convert settings that decide where weights are, and which of them are trained."""
-    _parts_of_model(draft)
-    each = draft.pop("dp_shard_size")
-    if (number(each) or 0) > 1:
-        sharding.shard(draft, 3, "by dp_shard_size")
-        draft.alter("dp_shard_size", each, "zero.stage; weights are sharded over all ranks")
+    _convert_unfrozen_parameters(draft)
+    shard_size_node = draft.take_key("dp_shard_size")
+    if (number_of_node(shard_size_node) or 0) > 1:
+        sharding.assume_zero_stage(draft, 3, "by dp_shard_size")
+        draft.report_altered(
+            "dp_shard_size", shard_size_node, "zero.stage; weights are sharded over all ranks"
+        )
     else:
-        draft.needless("dp_shard_size", each, "1 stands for none")
-    trainer.offloading(draft, "activation_offloading")
-    attention = draft.pop("attn_implementation")
-    if attention is not None and attention.scalar in ("eager", "sdpa"):
-        draft.put("model.attention", attention, "attn_implementation")
+        draft.report_needless("dp_shard_size", shard_size_node, "1 stands for none")
+    trainer.convert_activation_offload(draft, "activation_offloading")
+    attention_node = draft.take_key("attn_implementation")
+    if attention_node is not None and attention_node.scalar in ("eager", "sdpa"):
+        draft.set_recipe_key("model.attention", attention_node, "attn_implementation")
     else:
-        draft.needless("attn_implementation", attention, "the fastest that works is chosen")
-    draft.alter(
+        draft.report_needless(
+            "attn_implementation", attention_node, "the fastest that works is chosen"
+        )
+    draft.report_altered(
         "streaming",
-        draft.pop("streaming"),
+        draft.take_key("streaming"),
         "rows are read and shuffled before step 1; data.train.stream streams text",
     )
-    summed = draft.left.get("accelerator_config")
-    if summed is not None and summed.plain() == _EACH_BATCH:
-        draft.needless("accelerator_config", draft.left.pop("accelerator_config"),
+    accelerator_node = draft.unconverted.get("accelerator_config")
+    if accelerator_node is not None and accelerator_node.plain_value() == _EACH_BATCH:
+        draft.report_needless("accelerator_config", draft.unconverted.pop("accelerator_config"),
                        "it is for memory; gradients are averaged once a step")  # fmt: skip
-    for key, ours in (("float16", "fp16"), ("bfloat16", "bf16")):
-        draft.move("precision", key, ours, "weights and optimizer state are in 32 bits")
-    total = draft.pop("batch_size")
-    micro = number(draft.left.get("micro_batch_size")) or 1
-    if total is not None:
-        passes = max(1, int((number(total) or 1) // micro))
-        draft.put("batch.accumulation_steps", total, "batch_size", passes)
+    for key, precision_name in (("float16", "fp16"), ("bfloat16", "bf16")):
+        draft.move_key(
+            "precision", key, precision_name, "weights and optimizer state are in 32 bits"
+        )
+    batch_size_node = draft.take_key("batch_size")
+    micro_size = number_of_node(draft.unconverted.get("micro_batch_size")) or 1
+    if batch_size_node is not None:
+        accumulation_steps = max(1, int((number_of_node(batch_size_node) or 1) // micro_size))
+        draft.set_recipe_key(
+            "batch.accumulation_steps", batch_size_node, "batch_size", accumulation_steps
+        )
 
 
-def _parts_of_model(draft: Draft) -> None:
+def _convert_unfrozen_parameters(draft: Draft) -> None:
     """Convert Axolotl's patterns of parameters that are trained."""
-    node = draft.pop("unfrozen_parameters")
+    node = draft.take_key("unfrozen_parameters")
     if node is None:
         return
-    patterns = [_pattern(one) for each in node.plain() for one in _expanded(str(each))]
-    if draft.expected("model.lora.r"):
-        draft.needless("unfrozen_parameters", node, "an adapter is trained, no weight of the model")
-    elif node.kind != "list" or not all(patterns):
-        draft.drop("unfrozen_parameters", node, "write them as model.freeze: ['*', '!...']")
+    patterns = [
+        _freeze_pattern(expression)
+        for pattern in node.plain_value()
+        for expression in _expand_digit_ranges(str(pattern))
+    ]
+    if draft.expected_recipe_value("model.lora.r"):
+        draft.report_needless(
+            "unfrozen_parameters", node, "an adapter is trained, no weight of the model"
+        )
+    elif node.node_type != "list" or not all(patterns):
+        draft.report_dropped(
+            "unfrozen_parameters", node, "write them as model.freeze: ['*', '!...']"
+        )
     else:
-        draft.put("model.freeze", node, "unfrozen_parameters", ["*", *map("!{}".format, patterns)])
+        draft.set_recipe_key(
+            "model.freeze", node, "unfrozen_parameters", ["*", *map("!{}".format, patterns)]
+        )
 
 
-def _expanded(theirs: str) -> list[str]:
+def _expand_digit_ranges(expression: str) -> list[str]:
     """Return an expression for each digit of a range, as of layers 4[0-9]+."""
-    found = re.search(r"\[(\d)-(\d)\]\+?", theirs)
-    if found is None:
-        return [theirs]
-    digits = range(int(found[1]), int(found[2]) + 1)
-    return [each for d in digits for each in _expanded(theirs.replace(found[0], str(d), 1))]
+    digit_range = re.search(r"\[(\d)-(\d)\]\+?", expression)
+    if digit_range is None:
+        return [expression]
+    digits = range(int(digit_range[1]), int(digit_range[2]) + 1)
+    return [
+        expanded
+        for digit in digits
+        for expanded in _expand_digit_ranges(expression.replace(digit_range[0], str(digit), 1))
+    ]
 
 
-def _pattern(theirs: str) -> str | None:
+def _freeze_pattern(expression: str) -> str | None:
     """Return the recipe's pattern for a regular expression; None if there is none.
 
     In Axolotl's expressions a dot is a dot, and one without ^ matches anywhere.
     """
-    bare = theirs.removeprefix("^").removesuffix("$").removesuffix(".*")
-    if not re.fullmatch(r"[\w.]+", bare):
+    bare_name = expression.removeprefix("^").removesuffix("$").removesuffix(".*")
+    if not re.fullmatch(r"[\w.]+", bare_name):
         return None
-    return f"{'' if theirs.startswith('^') else '*'}{bare}{'' if theirs.endswith('$') else '*'}"
+    return f"{'' if expression.startswith('^') else '*'}{bare_name}{'' if expression.endswith('$') else '*'}"
 
 
-def _watchdog(draft: Draft) -> None:
+def _convert_loss_watchdog(draft: Draft) -> None:
     """Convert the loss that ends a training, and how often it may come."""
-    limit = draft.pop("loss_watchdog_threshold")
-    times = draft.pop("loss_watchdog_patience")
-    if limit is not None:
-        spike = {"deviations": null(limit), "limit": limit, "patience": number(times) or 3}
-        draft.put(
+    limit_node = draft.take_key("loss_watchdog_threshold")
+    patience_node = draft.take_key("loss_watchdog_patience")
+    if limit_node is not None:
+        spike_settings = {
+            "deviations": null_at_node(limit_node),
+            "limit": limit_node,
+            "patience": number_of_node(patience_node) or 3,
+        }
+        draft.set_recipe_key(
             "train.on_spike",
-            limit,
+            limit_node,
             "loss_watchdog_threshold",
-            spike,
+            spike_settings,
             "every step is judged, not every log line",
         )
-    why = "there is no loss_watchdog_threshold" if limit is None else "train.on_spike has it"
-    draft.needless("loss_watchdog_patience", times, why)
+    reason = (
+        "there is no loss_watchdog_threshold" if limit_node is None else "train.on_spike has it"
+    )
+    draft.report_needless("loss_watchdog_patience", patience_node, reason)
 
 
-def _datasets(draft: Draft) -> None:
+def _convert_datasets(draft: Draft) -> None:
     # A second source of the same part is reported as dropped by `draft.put`.
-    for key, part in (
+    for key, recipe_part in (
         ("datasets", "train"),
         ("pretraining_dataset", "train"),
         ("test_datasets", "evaluation"),
     ):
-        node = draft.pop(key)
+        node = draft.take_key(key)
         if node is None:
             continue
-        usual = "pretrain" if key == "pretraining_dataset" else None
-        sources = [node] if node.kind != "list" else list(node.children.values())
-        _own_template(draft, sources)
-        if part == "train" and len(sources) > 1:
-            parts = [
-                {"source": _source(draft, each, f"{key}[{at}]", usual), "weight": 1.0}
-                for at, each in enumerate(sources)
+        usual_type = "pretrain" if key == "pretraining_dataset" else None
+        sources = [node] if node.node_type != "list" else list(node.children.values())
+        _adopt_common_template(draft, sources)
+        if recipe_part == "train" and len(sources) > 1:
+            weighted_sources = [
+                {
+                    "source": _data_source(
+                        draft, source_node, f"{key}[{source_index}]", usual_type
+                    ),
+                    "weight": 1.0,
+                }
+                for source_index, source_node in enumerate(sources)
             ]
-            draft.put(
+            draft.set_recipe_key(
                 "data.train",
                 node,
                 key,
-                parts,
+                weighted_sources,
                 "each has the same share of the samples; Axolotl puts them one after another",
             )
         else:
-            draft.put(f"data.{part}", sources[0], key, _source(draft, sources[0], key, usual))
-            for at, each in enumerate(sources[1:], 1):
-                draft.drop(f"{key}[{at}]", each, "data.evaluation is one corpus")
+            draft.set_recipe_key(
+                f"data.{recipe_part}",
+                sources[0],
+                key,
+                _data_source(draft, sources[0], key, usual_type),
+            )
+            for source_index, source_node in enumerate(sources[1:], 1):
+                draft.report_dropped(
+                    f"{key}[{source_index}]", source_node, "data.evaluation is one corpus"
+                )
 
 
-def _own_template(draft: Draft, sources: list[Tree]) -> None:
+def _adopt_common_template(draft: Draft, sources: list[Tree]) -> None:
     """Give the config a chat template that all of its data sets have, for `_template`."""
-    for key in _TEMPLATES:
-        found = [each.find((key,)) for each in sources]
-        own = found[0]
-        if own is not None and len({each and each.scalar for each in found}) == 1:
-            draft.left.setdefault(key, own)
+    for key in _TEMPLATE_KEYS:
+        template_nodes = [node.find_subtree((key,)) for node in sources]
+        first_template = template_nodes[0]
+        if (
+            first_template is not None
+            and len({node and node.scalar for node in template_nodes}) == 1
+        ):
+            draft.unconverted.setdefault(key, first_template)
 
 
-def _source(draft: Draft, node: Tree, key: str, usual: str | None) -> dict[str, object]:
+def _data_source(
+    draft: Draft, node: Tree, source_key: str, usual_type: str | None
+) -> dict[str, object]:
     """Return a data source from its path and type; settings without a counterpart are reported."""
-    values = node.plain() if node.kind == "mapping" else {"path": node.scalar}
+    values = node.plain_value() if node.node_type == "mapping" else {"path": node.scalar}
     path = values.pop("path", "")
-    kind = values.pop("type", usual)
-    form = _SUFFIXES.get(str(values.get("ds_type") or str(path).rpartition(".")[2]))
-    if form:
+    type_name = values.pop("type", usual_type)
+    file_format = _SUFFIXES.get(str(values.get("ds_type") or str(path).rpartition(".")[2]))
+    if file_format:
         values.pop("ds_type", None)
     # Such as `path: json`: the name of a loader, whose file is in data_files.
     if str(path) in _SUFFIXES and values.get("data_files"):
         path = values.pop("data_files")
     source: dict[str, object] = (
-        {"format": form, "path": path} if form else {"format": "hub", "name": path}
+        {"format": file_format, "path": path} if file_format else {"format": "hub", "name": path}
     )
-    for theirs, ours in (("name", "subset"), ("split", "split"), ("revision", "revision")):
-        if values.get(theirs) and not form:
-            source[ours] = values.pop(theirs)
-    if values.get("data_files") and not form:
+    for config_field, recipe_field in (
+        ("name", "subset"),
+        ("split", "split"),
+        ("revision", "revision"),
+    ):
+        if values.get(config_field) and not file_format:
+            source[recipe_field] = values.pop(config_field)
+    if values.get("data_files") and not file_format:
         source["files"] = values.pop("data_files")
-    source.update(_columns(draft, node, key, kind, values))
+    source.update(_source_columns(draft, node, source_key, type_name, values))
     for name, value in values.items():
         if value not in (None, False, ""):
-            draft.drop(f"{key}.{name}", node.find((name,)) or node, "no counterpart")
+            draft.report_dropped(
+                f"{source_key}.{name}", node.find_subtree((name,)) or node, "no counterpart"
+            )
     return source
 
 
-def _columns(
-    draft: Draft, node: Tree, key: str, kind: object, values: dict[str, object]
+def _source_columns(
+    draft: Draft, node: Tree, source_key: str, source_type: object, values: dict[str, object]
 ) -> dict[str, object]:
-    here = node.find(("type",)) or node
-    if kind in _TEXT:
+    type_node = node.find_subtree(("type",)) or node
+    if source_type in _TEXT_TYPES:
         return {
             "text_column": values.pop("field", None) or values.pop("text_column", None) or "text"
         }
-    learned = {"train_on": "all"} if draft.value("train_on_inputs") else {}
+    loss_fields = {"train_on": "all"} if draft.config_value("train_on_inputs") else {}
     # A mapping is Axolotl's form of a custom prompt.
-    if isinstance(kind, dict):
-        return {**_prompt(draft, here, f"{key}.type", kind), **learned}
-    if kind in _CHATS:
-        return {**_messages(draft, node, key, str(kind), values), **learned}
-    if kind == "alpaca":
-        return {"prompt": "alpaca", **learned}
-    family, _, style = str(kind).partition(":")
+    if isinstance(source_type, dict):
+        return {
+            **_prompt_source(draft, type_node, f"{source_key}.type", source_type),
+            **loss_fields,
+        }
+    if source_type in _CHAT_TYPES:
+        return {**_chat_columns(draft, node, source_key, str(source_type), values), **loss_fields}
+    if source_type == "alpaca":
+        return {"prompt": "alpaca", **loss_fields}
+    family, _, style = str(source_type).partition(":")
     if family == "alpaca" and style in _STYLES:
-        return {"prompt": _styled(style), **learned}
-    if kind is not None:
-        draft.drop(
-            f"{key}.type",
-            here,
+        return {"prompt": _styled_alpaca_template(style), **loss_fields}
+    if source_type is not None:
+        draft.report_dropped(
+            f"{source_key}.type",
+            type_node,
             "no counterpart; columns are named by text_column, messages_column, prompt_column",
         )
     return {}
 
 
-def _styled(style: str) -> dict[str, str]:
+def _styled_alpaca_template(style_name: str) -> dict[str, str]:
     """Return the template of an Alpaca prompt in another style."""
-    system, turn, without = _STYLES[style]
+    system_text, turn_text, turn_without_input = _STYLES[style_name]
     alpaca = PROMPTS["alpaca"]
     # The sentence before the first heading.
     texts = (str(text).partition("\n\n")[0] for text in (alpaca.template, alpaca.without_input))
-    whole, short = (system.replace("{system}", text) for text in texts)
-    return {"template": whole + turn, "without_input": short + without}
+    template_text, template_without_input = (
+        system_text.replace("{system}", text) for text in texts
+    )
+    return {
+        "template": template_text + turn_text,
+        "without_input": template_without_input + turn_without_input,
+    }
 
 
-def _messages(
-    draft: Draft, node: Tree, key: str, kind: str, values: dict[str, Any]
+def _chat_columns(
+    draft: Draft, node: Tree, source_key: str, chat_type: str, values: dict[str, Any]
 ) -> dict[str, object]:
     """Convert the keys of a data set of chats."""
-    named = values.pop("message_property_mappings", None) or {}
-    keys = dict[str, Any]()
-    for ours, usual in (("role", "from"), ("content", "value")):
-        given = named.pop(ours, None) or values.pop(f"message_field_{ours}", None)
-        found = given or (usual if kind == "sharegpt" else ours)
-        keys |= {f"{ours}_key": found} if found != ours else {}
-    if named:
-        values["message_property_mappings"] = named
-    given = values.pop("roles", None)
-    roles = {each: role for role, names in (given or {}).items() for each in names} or _ROLES
-    keys["roles"] = {name: role for name, role in roles.items() if name != role}
-    if {roles.get(each, each) for each in values.get("roles_to_train") or ()} == {"assistant"}:
+    property_names = values.pop("message_property_mappings", None) or {}
+    recipe_fields = dict[str, Any]()
+    for property_name, sharegpt_name in (("role", "from"), ("content", "value")):
+        configured_value = property_names.pop(property_name, None) or values.pop(
+            f"message_field_{property_name}", None
+        )
+        used_name = configured_value or (
+            sharegpt_name if chat_type == "sharegpt" else property_name
+        )
+        recipe_fields |= {f"{property_name}_key": used_name} if used_name != property_name else {}
+    if property_names:
+        values["message_property_mappings"] = property_names
+    configured_value = values.pop("roles", None)
+    roles = {
+        role_name: role for role, names in (configured_value or {}).items() for role_name in names
+    } or _ROLES
+    recipe_fields["roles"] = {name: role for name, role in roles.items() if name != role}
+    if {roles.get(role_name, role_name) for role_name in values.get("roles_to_train") or ()} == {
+        "assistant"
+    }:
         del values["roles_to_train"]
     # With train_on_inputs all of a chat counts, and neither key has an effect.
-    if values.get("message_field_training") and not draft.value("train_on_inputs"):
-        keys["train_key"] = values.pop("message_field_training")
-    keys |= _end_marks(draft, node, key, values)
-    for theirs in _TEMPLATES:
-        if values.get(theirs) and values[theirs] == draft.value(theirs):
-            del values[theirs]
-    system = values.pop("field_system", None)
+    if values.get("message_field_training") and not draft.config_value("train_on_inputs"):
+        recipe_fields["train_key"] = values.pop("message_field_training")
+    recipe_fields |= _end_mark_setting(draft, node, source_key, values)
+    for config_field in _TEMPLATE_KEYS:
+        if values.get(config_field) and values[config_field] == draft.config_value(config_field):
+            del values[config_field]
+    system_column = values.pop("field_system", None)
     if values.pop("drop_system_message", None):
-        keys["roles"] = {**keys["roles"], "system": None}
-    elif system:
-        keys["system_column"] = system
+        recipe_fields["roles"] = {**recipe_fields["roles"], "system": None}
+    elif system_column:
+        recipe_fields["system_column"] = system_column
     else:
         # The column may be missing in all rows, which this import does not read.
-        draft.alter(f"{key}.type", node.find(("type",)) or node, _SYSTEM)
-    thoughts = values.get("field_thinking")
-    if thoughts and values.get("template_thinking_key", "reasoning_content") == thoughts:
-        for theirs in ("field_thinking", "template_thinking_key"):
-            if values.pop(theirs, None):
-                draft.needless(
-                    f"{key}.{theirs}",
-                    node.find((theirs,)) or node,
+        draft.report_altered(
+            f"{source_key}.type", node.find_subtree(("type",)) or node, _SYSTEM_REMARK
+        )
+    thinking_key = values.get("field_thinking")
+    if thinking_key and values.get("template_thinking_key", "reasoning_content") == thinking_key:
+        for config_field in ("field_thinking", "template_thinking_key"):
+            if values.pop(config_field, None):
+                draft.report_needless(
+                    f"{source_key}.{config_field}",
+                    node.find_subtree((config_field,)) or node,
                     "a message's other keys are given to the chat template by their names",
                 )
-    return {"messages_column": values.pop("field_messages", None) or _CHATS[kind], **keys}
+    return {
+        "messages_column": values.pop("field_messages", None) or _CHAT_TYPES[chat_type],
+        **recipe_fields,
+    }
 
 
-def _end_marks(draft: Draft, node: Tree, key: str, values: dict[str, Any]) -> dict[str, object]:
+def _end_mark_setting(
+    draft: Draft, node: Tree, source_key: str, values: dict[str, Any]
+) -> dict[str, object]:
     """Convert the two keys that decide whether the end mark of an answer counts.
 
     `train_on_eot` is about `eot_tokens`. Without these both keys are about the tokenizer's end
     mark, which counts if one of them says so.
     """
-    end = values.get("train_on_eos") or "turn"
-    turn = values.get("train_on_eot") or end
-    counts = {turn} if draft.value("eot_tokens") else {turn, end}
-    everything = bool(draft.value("train_on_inputs"))
-    on = everything or counts != {"none"}
-    why = "all of a chat counts" if everything else f"train_on_end: {str(on).lower()}"
-    for theirs in ("train_on_eos", "train_on_eot"):
-        if values.get(theirs) in ("none", "turn"):
-            report = draft.needless if (values.pop(theirs) == "turn") is on else draft.alter
-            report(f"{key}.{theirs}", node.find((theirs,)) or node, why)
-    return {} if on else {"train_on_end": False}
+    eos_choice = values.get("train_on_eos") or "turn"
+    eot_choice = values.get("train_on_eot") or eos_choice
+    counted_choices = {eot_choice} if draft.config_value("eot_tokens") else {eot_choice, eos_choice}
+    trains_on_everything = bool(draft.config_value("train_on_inputs"))
+    counts_end_mark = trains_on_everything or counted_choices != {"none"}
+    reason = (
+        "all of a chat counts"
+        if trains_on_everything
+        else f"train_on_end: {str(counts_end_mark).lower()}"
+    )
+    for config_field in ("train_on_eos", "train_on_eot"):
+        if values.get(config_field) in ("none", "turn"):
+            add_remark = (
+                draft.report_needless
+                if (values.pop(config_field) == "turn") is counts_end_mark
+                else draft.report_altered
+            )
+            add_remark(
+                f"{source_key}.{config_field}", node.find_subtree((config_field,)) or node, reason
+            )
+    return {} if counts_end_mark else {"train_on_end": False}
 
 
-def _prompt(draft: Draft, here: Tree, key: str, given: dict[str, Any]) -> dict[str, object]:
+def _prompt_source(
+    draft: Draft, type_node: Tree, type_key: str, prompt_settings: dict[str, Any]
+) -> dict[str, object]:
     """Convert a custom prompt: a format, and the names of its columns."""
     # Axolotl's own defaults, the second also beside a `format`.
-    usual = {"format": "{instruction} {input} ", "no_input_format": "{instruction} "}
+    default_formats = {"format": "{instruction} {input} ", "no_input_format": "{instruction} "}
     # In Python's formats a brace is doubled; in the recipe's templates it is written once.
-    form, without = (
-        (given.pop(name, None) or text).replace("{{", "{").replace("}}", "}")
-        for name, text in usual.items()
+    template, template_without_input = (
+        (prompt_settings.pop(name, None) or text).replace("{{", "{").replace("}}", "}")
+        for name, text in default_formats.items()
     )
     source: dict[str, object] = {
-        "prompt": {"template": form, "without_input": without},
-        "prompt_column": given.pop("field_instruction", None) or "instruction",
-        "response_column": given.pop("field_output", None) or "output",
+        "prompt": {"template": template, "without_input": template_without_input},
+        "prompt_column": prompt_settings.pop("field_instruction", None) or "instruction",
+        "response_column": prompt_settings.pop("field_output", None) or "output",
     }
-    column = given.pop("field_input", None)
-    if column and "{input}" in form:
-        source["input_column"] = column
-    if given.get("system_format") == "{system}":
-        del given["system_format"]
-    for name, value in given.items():
+    input_column = prompt_settings.pop("field_input", None)
+    if input_column and "{input}" in template:
+        source["input_column"] = input_column
+    if prompt_settings.get("system_format") == "{system}":
+        del prompt_settings["system_format"]
+    for name, value in prompt_settings.items():
         if value not in (None, ""):
-            draft.drop(
-                f"{key}.{name}",
-                here.find((name,)) or here,
+            draft.report_dropped(
+                f"{type_key}.{name}",
+                type_node.find_subtree((name,)) or type_node,
                 "write it into the template of data.train.prompt (with {system}: system_column)",
             )
     return source
 
 
-def _tokens(draft: Draft) -> None:
+def _convert_tokens(draft: Draft) -> None:
     """Convert special tokens, and further tokens of the vocabulary."""
     # An older form of `tokens` is a mapping, as `special_tokens`.
     for key in ("special_tokens", "tokens"):
-        tokens = draft.pop(key)
+        tokens = draft.take_key(key)
         if tokens is None:
             continue
-        if tokens.kind != "mapping":
-            draft.put("data.added_tokens", tokens, key)
+        if tokens.node_type != "mapping":
+            draft.set_recipe_key("data.added_tokens", tokens, key)
             continue
-        known = {}
+        special_tokens = {}
         for name, node in tokens.children.items():
             if name in get_args(SpecialToken) and node.scalar:
-                known[str(name)] = node.scalar
-            elif node.kind == "list":
-                draft.put("data.added_tokens", node, f"{key}.{name}")
+                special_tokens[str(name)] = node.scalar
+            elif node.node_type == "list":
+                draft.set_recipe_key("data.added_tokens", node, f"{key}.{name}")
             elif not is_empty(node):
-                draft.drop(f"{key}.{name}", node, "no counterpart")
-        if known:
-            draft.put("data.special_tokens", tokens, key, known)
-    draft.leave_out(
+                draft.report_dropped(f"{key}.{name}", node, "no counterpart")
+        if special_tokens:
+            draft.set_recipe_key("data.special_tokens", tokens, key, special_tokens)
+    draft.report_if_needless(
         "eot_tokens",
         "the end mark that the chat template writes after an answer counts with the answer",
     )
 
 
-def _template(draft: Draft) -> None:
+def _convert_chat_template(draft: Draft) -> None:
     """Convert the chat template."""
-    named = draft.pop("chat_template")
-    own = draft.pop("chat_template_jinja")
-    train = str(draft.expected("data.train"))
-    if named is not None and "messages_column" not in train:
-        draft.needless("chat_template", named, "of no effect there: no data set has chats")
-        return
-    draft.put("data.chat_template", own, "chat_template_jinja")
-    family = re.match("[a-z]*", str(named.scalar).lower()) if named is not None else None
-    if named is not None and (own is not None or str(named.scalar).startswith("tokenizer_default")):
-        draft.needless(
-            "chat_template", named, "data.chat_template, or the tokenizer's own if there is none"
+    template_node = draft.take_key("chat_template")
+    jinja_node = draft.take_key("chat_template_jinja")
+    train_source_text = str(draft.expected_recipe_value("data.train"))
+    if template_node is not None and "messages_column" not in train_source_text:
+        draft.report_needless(
+            "chat_template", template_node, "of no effect there: no data set has chats"
         )
-    elif named is not None and named.scalar in CHAT_TEMPLATES:
+        return
+    draft.set_recipe_key("data.chat_template", jinja_node, "chat_template_jinja")
+    model_family = (
+        re.match("[a-z]*", str(template_node.scalar).lower()) if template_node is not None else None
+    )
+    if template_node is not None and (
+        jinja_node is not None or str(template_node.scalar).startswith("tokenizer_default")
+    ):
+        draft.report_needless(
+            "chat_template",
+            template_node,
+            "data.chat_template, or the tokenizer's own if there is none",
+        )
+    elif template_node is not None and template_node.scalar in CHAT_TEMPLATES:
         # Axolotl's Phi-3 begins with the begin mark, as the first version of the model's own did.
-        begun = "{{ bos_token }}" + CHAT_TEMPLATES["phi_3"] if named.scalar == "phi_3" else None
-        draft.put("data.chat_template", named, "chat_template", begun)
-    elif named is not None:
-        why = (
+        template_with_begin_mark = (
+            "{{ bos_token }}" + CHAT_TEMPLATES["phi_3"] if template_node.scalar == "phi_3" else None
+        )
+        draft.set_recipe_key(
+            "data.chat_template", template_node, "chat_template", template_with_begin_mark
+        )
+    elif template_node is not None:
+        reason = (
             "the tokenizer's own is taken; Axolotl's of that name can be given as "
             "data.chat_template"
         )
         # Axolotl's template of a family is a copy of the family's own.
-        same = family is not None and family[0] in str(draft.expected("data.tokenizer")).lower()
-        (draft.alter if same else draft.drop)("chat_template", named, why)
+        is_familys_own = (
+            model_family is not None
+            and model_family[0] in str(draft.expected_recipe_value("data.tokenizer")).lower()
+        )
+        (draft.report_altered if is_familys_own else draft.report_dropped)(
+            "chat_template", template_node, reason
+        )
 
 
-def _schedule(draft: Draft) -> None:
+def _convert_schedule(draft: Draft) -> None:
     """Convert the schedule; Axolotl's defaults are a cosine and a warm-up of 3 % of the steps."""
-    least = draft.left.get("cosine_min_lr_ratio")
-    if least is not None and number(least) == 1:
-        key = "cosine_min_lr_ratio"
-        draft.put("schedule.name", draft.left.pop(key), key, "constant")
-        draft.leave_out("lr_scheduler", "a cosine down to the same rate is constant")
-    flat = draft.left.get("cosine_constant_lr_ratio")
-    if flat is not None and not number(flat):
-        draft.needless("cosine_constant_lr_ratio", draft.left.pop("cosine_constant_lr_ratio"),
+    min_ratio_node = draft.unconverted.get("cosine_min_lr_ratio")
+    if min_ratio_node is not None and number_of_node(min_ratio_node) == 1:
+        min_ratio_key = "cosine_min_lr_ratio"
+        draft.set_recipe_key(
+            "schedule.name", draft.unconverted.pop(min_ratio_key), min_ratio_key, "constant"
+        )
+        draft.report_if_needless("lr_scheduler", "a cosine down to the same rate is constant")
+    constant_ratio_node = draft.unconverted.get("cosine_constant_lr_ratio")
+    if constant_ratio_node is not None and not number_of_node(constant_ratio_node):
+        draft.report_needless("cosine_constant_lr_ratio", draft.unconverted.pop("cosine_constant_lr_ratio"),
                        "0 stands for none")  # fmt: skip
-    draft.move("schedule.warmup_power", "lr_quadratic_warmup", 2.0)
-    named = draft.value("lr_scheduler")
+    draft.move_key("schedule.warmup_power", "lr_quadratic_warmup", 2.0)
+    scheduler_name = draft.config_value("lr_scheduler")
     if (
-        named != "constant"
-        and draft.value("warmup_steps") is None
-        and draft.value("warmup_ratio") is None
+        scheduler_name != "constant"
+        and draft.config_value("warmup_steps") is None
+        and draft.config_value("warmup_ratio") is None
     ):
-        draft.assume(
+        draft.assume_default(
             "schedule.warmup_ratio", 0.03, "Axolotl's default, there with at most 100 steps"
         )
-    draft.assume("schedule.name", "cosine", "Axolotl's default")
-    trainer.schedule(draft, "lr_scheduler")
+    draft.assume_default("schedule.name", "cosine", "Axolotl's default")
+    trainer.convert_schedule(draft, "lr_scheduler")
 
 
 def _has_chats(draft: Draft) -> bool:
     # By text, because data.train may be one source or a list of them. A corpus that the command
     # names replaces the config's.
-    text = str(draft.expected("data.train"))
-    return any(mark in text for mark in ("messages_column", "prompt", "python-chats"))
+    source_text = str(draft.expected_recipe_value("data.train"))
+    return any(mark in source_text for mark in ("messages_column", "prompt", "python-chats"))
 
 
-def _packing(draft: Draft) -> None:
+def _convert_packing(draft: Draft) -> None:
     """Convert packing and the loss on prompts. Here plain text is always packed."""
     # Not `pop`, here and below: false has a meaning, too.
-    inputs = draft.left.pop("train_on_inputs", None)
-    if inputs is not None and inputs.scalar:
-        draft.alter("train_on_inputs", inputs, "train_on: all; of a chat its role marks count, too")
+    inputs_node = draft.unconverted.pop("train_on_inputs", None)
+    if inputs_node is not None and inputs_node.scalar:
+        draft.report_altered(
+            "train_on_inputs", inputs_node, "train_on: all; of a chat its role marks count, too"
+        )
     else:
-        draft.needless("train_on_inputs", inputs, "answers alone count in the loss of chats")
+        draft.report_needless(
+            "train_on_inputs", inputs_node, "answers alone count in the loss of chats"
+        )
     key = "excess_length_strategy"
-    report = draft.needless if draft.value(key) == "truncate" else draft.drop
-    report(key, draft.pop(key), "chats are cut off at data.sequence_length")
-    chats = _has_chats(draft)
-    packs = chats and bool(draft.value("sample_packing"))
-    why = "a chat is a sample of its own" if chats else "text is always packed"
+    add_remark = (
+        draft.report_needless if draft.config_value(key) == "truncate" else draft.report_dropped
+    )
+    add_remark(key, draft.take_key(key), "chats are cut off at data.sequence_length")
+    has_chats = _has_chats(draft)
+    is_packed = has_chats and bool(draft.config_value("sample_packing"))
+    reason = "a chat is a sample of its own" if has_chats else "text is always packed"
     for key in ("sample_packing", "eval_sample_packing"):
-        if draft.value(key) is None:
+        if draft.config_value(key) is None:
             continue
-        node = draft.left.pop(key)
-        if packs and key == "sample_packing":
-            draft.put("data.packing", node, key)
-        elif not chats or bool(node.scalar) == packs:
-            draft.needless(key, node, "data.packing has it" if packs else why)
+        node = draft.unconverted.pop(key)
+        if is_packed and key == "sample_packing":
+            draft.set_recipe_key("data.packing", node, key)
+        elif not has_chats or bool(node.scalar) == is_packed:
+            draft.report_needless(key, node, "data.packing has it" if is_packed else reason)
         else:
-            draft.alter(key, node, "data.packing is for training and evaluation")
-    if packs and "text_column" in str(draft.expected("data.train")):
-        draft.assume(
+            draft.report_altered(key, node, "data.packing is for training and evaluation")
+    if is_packed and "text_column" in str(draft.expected_recipe_value("data.train")):
+        draft.assume_default(
             "data.attend_across_documents",
             False,
             "with data.packing no document attends to another",
         )
 
 
-def _trackers(draft: Draft) -> None:
-    project = draft.pop("wandb_project")
-    if project is not None:
-        draft.put("log.project", project, "wandb_project")
-        draft.assume("log.trackers", ["wandb"], "wandb_project requires it")
-    board = draft.pop("use_tensorboard")
-    if board is not None:
-        names = ["wandb", "tensorboard"] if project is not None else ["tensorboard"]
-        draft.put("log.trackers", board, "use_tensorboard", names)
+def _convert_trackers(draft: Draft) -> None:
+    project_node = draft.take_key("wandb_project")
+    if project_node is not None:
+        draft.set_recipe_key("log.project", project_node, "wandb_project")
+        draft.assume_default("log.trackers", ["wandb"], "wandb_project requires it")
+    tensorboard_node = draft.take_key("use_tensorboard")
+    if tensorboard_node is not None:
+        tracker_names = ["wandb", "tensorboard"] if project_node is not None else ["tensorboard"]
+        draft.set_recipe_key("log.trackers", tensorboard_node, "use_tensorboard", tracker_names)

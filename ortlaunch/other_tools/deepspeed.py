@@ -10,10 +10,10 @@ import json
 from pathlib import Path
 
 from ortlaunch.other_tools import sharding
-from ortlaunch.other_tools.draft import Draft, in_one_line, is_empty, number
-from ortlaunch.recipe.fields.deepspeed_keys import DEEPSPEED_OWNED, NESTED, TOP
+from ortlaunch.other_tools.draft import Draft, is_empty, number_of_node, one_line_text
+from ortlaunch.recipe.fields.deepspeed_keys import DEEPSPEED_OWNED, NESTED_KEYS, TOP_LEVEL_KEYS
 from ortlaunch.recipe.hints.keys_of_other_tools import TRUE_BY_ITSELF
-from ortlaunch.recipe.text.place import keys
+from ortlaunch.recipe.text.place import parse_key_path
 from ortlaunch.recipe.text.tree import Tree
 
 _OPTIMIZERS = {
@@ -24,7 +24,7 @@ _OPTIMIZERS = {
     "fusedlamb": "lamb",
     "sgd": "sgd",
 }
-_SETTINGS = {
+_OPTIMIZER_SETTINGS = {
     "lr": "learning_rate",
     "eps": "epsilon",
     "betas": "betas",
@@ -37,81 +37,92 @@ _CPU_ADAM = (
     "bf16.bf16_master_weights_and_grads",
     "bf16.bf16_optimizer_states",
 )
-_AUTO = "Hugging Face's Trainer fills it in from its own arguments, and so does the recipe"
+_AUTO_REMARK = "Hugging Face's Trainer fills it in from its own arguments, and so does the recipe"
 _WARMUPS = ("schedule.warmup_steps", "schedule.warmup_ratio")
 _WARMUP_STEPS = 1000  # DeepSpeed's default of warmup_num_steps
 
 
-def convert(draft: Draft) -> None:
+def convert_deepspeed_config(draft: Draft) -> None:
     """Convert a whole config, which has no model and no data."""
-    _parts(draft, dict(draft.left), "")
-    draft.left = {}
+    _convert_sections(draft, dict(draft.unconverted), "")
+    draft.unconverted = {}
 
 
-def beside(draft: Draft, node: Tree) -> None:
+def convert_inner_deepspeed_config(draft: Draft, config_node: Tree) -> None:
     """Convert the DeepSpeed config of another tool's config: a path, or a mapping."""
-    if node.kind == "mapping":
-        return _parts(
-            draft, {str(key): child for key, child in node.children.items()}, "deepspeed."
+    if config_node.node_type == "mapping":
+        return _convert_sections(
+            draft, {str(key): child for key, child in config_node.children.items()}, "deepspeed."
         )
     # Beside the config, and relative to the current folder. An absolute path replaces the folder.
-    places = (Path(node.place.source).parent / in_one_line(node), Path(in_one_line(node)))
-    path = next((each for each in places if each.is_file()), None)
-    if path is None:
-        draft.drop(
-            "deepspeed", node, "there is no such file here; give zero.stage, and zero.deepspeed"
+    candidate_paths = (
+        Path(config_node.location.source).parent / one_line_text(config_node),
+        Path(one_line_text(config_node)),
+    )
+    config_path = next((candidate for candidate in candidate_paths if candidate.is_file()), None)
+    if config_path is None:
+        draft.report_dropped(
+            "deepspeed",
+            config_node,
+            "there is no such file here; give zero.stage, and zero.deepspeed",
         )
         # Usual names are such as ds_z3_config.json.
-        return sharding.shard(
+        return sharding.assume_zero_stage(
             draft,
-            next((n for n in (3, 2, 1) if str(n) in in_one_line(node)), 0),
+            next((stage for stage in (3, 2, 1) if str(stage) in one_line_text(config_node)), 0),
             "by that file's name",
         )
     # Imported here: only a config with a path needs it.
-    from ortlaunch.other_tools.reading import config
+    from ortlaunch.other_tools.reading import read_config_tree
 
-    inner = config(path)
-    draft.needless("deepspeed", node, f"{path} is read")
-    return _parts(draft, {str(key): child for key, child in inner.children.items()}, "")
+    inner_config = read_config_tree(config_path)
+    draft.report_needless("deepspeed", config_node, f"{config_path} is read")
+    return _convert_sections(
+        draft, {str(key): child for key, child in inner_config.children.items()}, ""
+    )
 
 
-def _parts(draft: Draft, parts: dict[str, Tree], prefix: str) -> None:
-    sharding.shard(draft, _stage(parts.get("zero_optimization")), "by zero_optimization")
-    _batch(draft, parts)  # before the loop, because it removes a redundant size
+def _convert_sections(draft: Draft, node_by_key: dict[str, Tree], key_prefix: str) -> None:
+    sharding.assume_zero_stage(
+        draft, _zero_stage(node_by_key.get("zero_optimization")), "by zero_optimization"
+    )
+    _convert_batch_sizes(draft, node_by_key)  # before the loop, because it removes a redundant size
     # The schedule first: DeepSpeed's warmup_max_lr takes the place of the optimizer's rate.
-    for key, node in sorted(parts.items(), key=lambda part: part[0] != "scheduler"):
+    for key, node in sorted(node_by_key.items(), key=lambda part: part[0] != "scheduler"):
         if node.scalar == "auto":
-            _leave(draft, f"{prefix}{key}", node, DEEPSPEED_OWNED.get(key, ""))
+            _leave_to_base(draft, f"{key_prefix}{key}", node, DEEPSPEED_OWNED.get(key, ""))
         elif key == "steps_per_print":
-            draft.needless(f"{prefix}{key}", node, "it is of DeepSpeed's own lines")
+            draft.report_needless(f"{key_prefix}{key}", node, "it is of DeepSpeed's own lines")
         elif key == "optimizer":
-            _optimizer(draft, node)
+            _convert_optimizer(draft, node)
         elif key == "scheduler":
-            _scheduler(draft, node)
+            _convert_scheduler(draft, node)
         elif key in ("fp16", "bf16", "bfloat16"):
-            _precision(draft, key, node)
+            _convert_precision(draft, key, node)
         elif key in DEEPSPEED_OWNED:
-            _ours(draft, f"{prefix}{key}", node, DEEPSPEED_OWNED[key])
-        elif key in TOP:
-            _raw(draft, key, node, key)
-        elif is_empty(node) or _is_off(node):
-            draft.account.empty.append(f"{prefix}{key}")
+            _convert_owned_key(draft, f"{key_prefix}{key}", node, DEEPSPEED_OWNED[key])
+        elif key in TOP_LEVEL_KEYS:
+            _convert_raw_settings(draft, key, node, key)
+        elif is_empty(node) or _is_disabled_section(node):
+            draft.import_report.empty.append(f"{key_prefix}{key}")
         elif key == "wandb":
-            draft.put("log.trackers", node, f"{prefix}{key}", ["wandb"])
+            draft.set_recipe_key("log.trackers", node, f"{key_prefix}{key}", ["wandb"])
         else:
-            draft.drop(f"{prefix}{key}", node, "DeepSpeed has no such setting, or has it no more")
+            draft.report_dropped(
+                f"{key_prefix}{key}", node, "DeepSpeed has no such setting, or has it no more"
+            )
 
 
-def _leave(draft: Draft, key: str, node: Tree, *paths: str) -> None:
+def _leave_to_base(draft: Draft, config_key: str, node: Tree, *recipe_keys: str) -> None:
     """Leave keys of the recipe, which are alternatives, to the base."""
-    draft.needless(key, node, _AUTO)
-    draft.kept.append(paths)
+    draft.report_needless(config_key, node, _AUTO_REMARK)
+    draft.keys_left_to_base.append(recipe_keys)
 
 
-def _batch(draft: Draft, parts: dict[str, Tree]) -> None:
+def _convert_batch_sizes(draft: Draft, node_by_key: dict[str, Tree]) -> None:
     """Convert the three batch sizes; without any, Trainer's or the base's remain."""
-    total, micro, passes = (
-        number(parts.get(key))
+    global_size, micro_size, accumulation_steps = (
+        number_of_node(node_by_key.get(key))
         for key in (
             "train_batch_size",
             "train_micro_batch_size_per_gpu",
@@ -119,184 +130,229 @@ def _batch(draft: Draft, parts: dict[str, Tree]) -> None:
         )
     )
     # Two of them decide the third, and a recipe with all three could contradict itself.
-    if total and micro and passes:
-        draft.needless(
+    if global_size and micro_size and accumulation_steps:
+        draft.report_needless(
             "gradient_accumulation_steps",
-            parts.pop("gradient_accumulation_steps"),
+            node_by_key.pop("gradient_accumulation_steps"),
             "the other two decide it",
         )
-    elif micro and not total and not passes:
-        draft.assume("batch.accumulation_steps", 1, "DeepSpeed's default")
+    elif micro_size and not global_size and not accumulation_steps:
+        draft.assume_default("batch.accumulation_steps", 1, "DeepSpeed's default")
 
 
-def _stage(node: Tree | None) -> int:
+def _zero_stage(zero_node: Tree | None) -> int:
     """Return the stage of `zero_optimization`; 0 without one."""
     # `true` is an older form of stage 1.
-    if node is not None and node.scalar is True:
+    if zero_node is not None and zero_node.scalar is True:
         return 1
-    stage = number(node.find(("stage",))) if node is not None else None
+    stage = number_of_node(zero_node.find_subtree(("stage",))) if zero_node is not None else None
     return int(stage) if stage is not None else 0
 
 
-def _ours(draft: Draft, key: str, node: Tree, path: str) -> None:
-    if is_empty(node) or node.scalar == 0 or _is_off(node):
-        draft.account.empty.append(key)
-    elif path == "log.trackers":  # DeepSpeed's key of this path is tensorboard
-        draft.put(path, node, key, ["tensorboard"])
+def _convert_owned_key(draft: Draft, config_key: str, node: Tree, recipe_key: str) -> None:
+    if is_empty(node) or node.scalar == 0 or _is_disabled_section(node):
+        draft.import_report.empty.append(config_key)
+    elif recipe_key == "log.trackers":  # DeepSpeed's key of this path is tensorboard
+        draft.set_recipe_key(recipe_key, node, config_key, ["tensorboard"])
     else:
-        draft.put(path, node, key)
+        draft.set_recipe_key(recipe_key, node, config_key)
 
 
-def _offload(draft: Draft, key: str, node: Tree, path: str) -> None:
+def _convert_offload(draft: Draft, config_key: str, node: Tree, recipe_key: str) -> None:
     """Convert a setting of offloading."""
     if node.scalar in (None, False, "none"):
-        draft.account.empty.append(key)
+        draft.import_report.empty.append(config_key)
     elif node.scalar == "auto":
-        draft.needless(key, node, _AUTO)
+        draft.report_needless(config_key, node, _AUTO_REMARK)
     else:
         # DeepSpeed's older keys have `true` for the device cpu; pin_memory is a boolean in both.
-        older = node.scalar is True and not path.endswith("pin_memory")
-        draft.put(path, node, key, "cpu" if older else node.scalar)
+        is_older_form = node.scalar is True and not recipe_key.endswith("pin_memory")
+        draft.set_recipe_key(recipe_key, node, config_key, "cpu" if is_older_form else node.scalar)
 
 
-def _is_off(node: Tree) -> bool:
-    enabled = node.find(("enabled",))
+def _is_disabled_section(section: Tree) -> bool:
+    enabled = section.find_subtree(("enabled",))
     return enabled is not None and is_empty(enabled)
 
 
-def _others(draft: Draft, key: str, node: Tree) -> None:
+def _drop_other_keys(draft: Draft, section_name: str, section: Tree) -> None:
     """Report keys beside `type` and `params` as dropped."""
-    for name, child in node.children.items():
+    for name, child in section.children.items():
         if name not in ("type", "params"):
-            draft.drop(f"{key}.{name}", child, "no counterpart")
+            draft.report_dropped(f"{section_name}.{name}", child, "no counterpart")
 
 
-def _optimizer(draft: Draft, node: Tree) -> None:
-    kind = node.find(("type",))
-    params = node.find(("params",))
-    if kind is not None:
-        ours = _OPTIMIZERS.get(str(kind.scalar).lower())
-        why = "" if ours else "another optimizer: there is none of that name here"
-        draft.put("optimizer.name", kind, "optimizer.type", ours or "adamw", why)
-    for key, child in params.children.items() if params is not None else ():
-        _setting(draft, str(key), child)
-    _others(draft, "optimizer", node)
+def _convert_optimizer(draft: Draft, section: Tree) -> None:
+    type_node = section.find_subtree(("type",))
+    params_node = section.find_subtree(("params",))
+    if type_node is not None:
+        recipe_optimizer = _OPTIMIZERS.get(str(type_node.scalar).lower())
+        remark = "" if recipe_optimizer else "another optimizer: there is none of that name here"
+        draft.set_recipe_key(
+            "optimizer.name", type_node, "optimizer.type", recipe_optimizer or "adamw", remark
+        )
+    for key, child in params_node.children.items() if params_node is not None else ():
+        _convert_optimizer_setting(draft, str(key), child)
+    _drop_other_keys(draft, "optimizer", section)
 
 
-def _setting(draft: Draft, key: str, node: Tree) -> None:
-    name = f"optimizer.params.{key}"
-    there = draft.recipe.find(("optimizer", "learning_rate"))
+def _convert_optimizer_setting(draft: Draft, setting_name: str, node: Tree) -> None:
+    key_path = f"optimizer.params.{setting_name}"
+    learning_rate_node = draft.recipe_tree.find_subtree(("optimizer", "learning_rate"))
     if node.scalar == "auto":
-        draft.needless(name, node, _AUTO)
-    elif key == "lr" and there is not None and there.scalar != node.scalar:
-        draft.needless(name, node, "of no effect there: scheduler.params.warmup_max_lr is the rate")
-    elif key in _SETTINGS:
-        draft.put(f"optimizer.{_SETTINGS[key]}", node, name)
-    elif key == "adam_w_mode" and node.scalar is False:
-        draft.drop(name, node, "weight decay is decoupled, not L2")
-    elif key == "adam_w_mode":
-        draft.needless(name, node, "weight decay is decoupled")
-    elif key in TRUE_BY_ITSELF and node.scalar is False:
-        draft.drop(name, node, f"here it is always so: {TRUE_BY_ITSELF[key]}")
-    elif is_empty(node) or (key in TRUE_BY_ITSELF and node.scalar is True):
-        draft.account.empty.append(name)
+        draft.report_needless(key_path, node, _AUTO_REMARK)
+    elif (
+        setting_name == "lr"
+        and learning_rate_node is not None
+        and learning_rate_node.scalar != node.scalar
+    ):
+        draft.report_needless(
+            key_path, node, "of no effect there: scheduler.params.warmup_max_lr is the rate"
+        )
+    elif setting_name in _OPTIMIZER_SETTINGS:
+        draft.set_recipe_key(f"optimizer.{_OPTIMIZER_SETTINGS[setting_name]}", node, key_path)
+    elif setting_name == "adam_w_mode" and node.scalar is False:
+        draft.report_dropped(key_path, node, "weight decay is decoupled, not L2")
+    elif setting_name == "adam_w_mode":
+        draft.report_needless(key_path, node, "weight decay is decoupled")
+    elif setting_name in TRUE_BY_ITSELF and node.scalar is False:
+        draft.report_dropped(
+            key_path, node, f"here it is always so: {TRUE_BY_ITSELF[setting_name]}"
+        )
+    elif is_empty(node) or (setting_name in TRUE_BY_ITSELF and node.scalar is True):
+        draft.import_report.empty.append(key_path)
     else:
-        draft.drop(name, node, "no counterpart")
+        draft.report_dropped(key_path, node, "no counterpart")
 
 
-def _scheduler(draft: Draft, node: Tree) -> None:
-    kind = node.find(("type",))
-    params = node.find(("params",))
-    forms = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+def _convert_scheduler(draft: Draft, section: Tree) -> None:
+    type_node = section.find_subtree(("type",))
+    params_node = section.find_subtree(("params",))
+    schedule_by_type = {
+        "WarmupLR": "constant",
+        "WarmupDecayLR": "linear",
+        "WarmupCosineLR": "cosine",
+    }
     values: dict[str, Tree] = (
-        {str(key): child for key, child in params.children.items()} if params is not None else {}
+        {str(key): child for key, child in params_node.children.items()}
+        if params_node is not None
+        else {}
     )
-    if kind is not None:
-        curve = values.get("warmup_type")
-        bent = forms.get(str(kind.scalar)) and (curve is None or curve.scalar != "linear")
-        why = "the warm-up is linear, DeepSpeed's by itself logarithmic" if bent else ""
-        why = (
-            why
-            if str(kind.scalar) in forms
+    if type_node is not None:
+        warmup_type_node = values.get("warmup_type")
+        has_logarithmic_warmup = schedule_by_type.get(str(type_node.scalar)) and (
+            warmup_type_node is None or warmup_type_node.scalar != "linear"
+        )
+        remark = (
+            "the warm-up is linear, DeepSpeed's by itself logarithmic"
+            if has_logarithmic_warmup
+            else ""
+        )
+        remark = (
+            remark
+            if str(type_node.scalar) in schedule_by_type
             else "another schedule: there is none of that name here"
         )
-        draft.put(
-            "schedule.name", kind, "scheduler.type", forms.get(str(kind.scalar), "linear"), why
+        draft.set_recipe_key(
+            "schedule.name",
+            type_node,
+            "scheduler.type",
+            schedule_by_type.get(str(type_node.scalar), "linear"),
+            remark,
         )
     # DeepSpeed's setting -> key of the recipe.
-    places = {"warmup_num_steps": "schedule.warmup_steps", "warmup_max_lr": "optimizer.learning_rate",
+    recipe_key_by_setting = {"warmup_num_steps": "schedule.warmup_steps", "warmup_max_lr": "optimizer.learning_rate",
               "total_num_steps": "train.max_steps", "cos_min_ratio": "schedule.minimum_ratio"}  # fmt: skip
     for key, child in values.items():
-        _schedule_setting(draft, key, child, places)
-    warm = any(draft.recipe.find(keys(path)) for path in _WARMUPS)
+        _convert_schedule_setting(draft, key, child, recipe_key_by_setting)
+    has_warmup = any(draft.recipe_tree.find_subtree(parse_key_path(path)) for path in _WARMUPS)
     if (
-        kind is not None
-        and str(kind.scalar) in forms
+        type_node is not None
+        and str(type_node.scalar) in schedule_by_type
         and "warmup_num_steps" not in values
-        and not warm
+        and not has_warmup
     ):
-        draft.assume("schedule.warmup_steps", _WARMUP_STEPS, "DeepSpeed's default")
-    _others(draft, "scheduler", node)
+        draft.assume_default("schedule.warmup_steps", _WARMUP_STEPS, "DeepSpeed's default")
+    _drop_other_keys(draft, "scheduler", section)
 
 
-def _schedule_setting(draft: Draft, key: str, node: Tree, places: dict[str, str]) -> None:
-    name = f"scheduler.params.{key}"
-    path = places.get(key)
-    there = draft.recipe.find(tuple(path.split("."))) if path else None
+def _convert_schedule_setting(
+    draft: Draft, setting_name: str, node: Tree, recipe_key_by_setting: dict[str, str]
+) -> None:
+    key_path = f"scheduler.params.{setting_name}"
+    recipe_key = recipe_key_by_setting.get(setting_name)
+    recipe_node = (
+        draft.recipe_tree.find_subtree(tuple(recipe_key.split("."))) if recipe_key else None
+    )
     if node.scalar == "auto":
-        _leave(draft, name, node, *(_WARMUPS if key == "warmup_num_steps" else ()))
+        _leave_to_base(
+            draft, key_path, node, *(_WARMUPS if setting_name == "warmup_num_steps" else ())
+        )
     # Configs often repeat the optimizer's lr as warmup_max_lr.
-    elif there is not None and there.scalar == node.scalar:
-        draft.needless(name, node, f"{path} has it")
-    elif path:
-        draft.put(path, node, name)
+    elif recipe_node is not None and recipe_node.scalar == node.scalar:
+        draft.report_needless(key_path, node, f"{recipe_key} has it")
+    elif recipe_key:
+        draft.set_recipe_key(recipe_key, node, key_path)
     elif node.scalar in (0, 0.0, "linear", "log"):
-        draft.needless(
-            name, node, "it begins at 0" if node.scalar == 0 else "the form of the warm-up"
+        draft.report_needless(
+            key_path, node, "it begins at 0" if node.scalar == 0 else "the form of the warm-up"
         )
     else:
-        draft.drop(name, node, "no counterpart")
+        draft.report_dropped(key_path, node, "no counterpart")
 
 
-def _precision(draft: Draft, key: str, node: Tree) -> None:
+def _convert_precision(draft: Draft, section_name: str, section: Tree) -> None:
     """Convert a section of a precision: whether it is used, and the loss scaling."""
-    kind = "fp16" if key == "fp16" else "bf16"
-    enabled = node.find(("enabled",))
-    auto = enabled is not None and enabled.scalar == "auto"
+    precision_name = "fp16" if section_name == "fp16" else "bf16"
+    enabled = section.find_subtree(("enabled",))
+    is_auto = enabled is not None and enabled.scalar == "auto"
     if enabled is None or not (
-        enabled.scalar is True or (auto and draft.expected("precision") == kind)
+        enabled.scalar is True
+        or (is_auto and draft.expected_recipe_value("precision") == precision_name)
     ):
-        return draft.needless(key, node, _AUTO if auto else "it is not enabled")
-    if auto:
-        draft.needless(f"{key}.enabled", enabled, _AUTO)
+        return draft.report_needless(
+            section_name, section, _AUTO_REMARK if is_auto else "it is not enabled"
+        )
+    if is_auto:
+        draft.report_needless(f"{section_name}.enabled", enabled, _AUTO_REMARK)
     else:
-        draft.put("precision", enabled, f"{key}.enabled", kind)
-    for name, child in node.children.items():
+        draft.set_recipe_key("precision", enabled, f"{section_name}.enabled", precision_name)
+    for name, child in section.children.items():
         if name != "enabled":
-            _raw(draft, f"{kind}.{name}", child, f"{kind}.{name}")
+            _convert_raw_settings(
+                draft, f"{precision_name}.{name}", child, f"{precision_name}.{name}"
+            )
     return None
 
 
-def _raw(draft: Draft, key: str, node: Tree, path: str) -> None:
+def _convert_raw_settings(draft: Draft, config_key: str, node: Tree, deepspeed_key: str) -> None:
     """Convert settings without a field of the recipe to keys of zero.deepspeed, one by one."""
-    if node.kind == "mapping" and path in (*NESTED, "activation_checkpointing", "data_types"):
+    if node.node_type == "mapping" and deepspeed_key in (
+        *NESTED_KEYS,
+        "activation_checkpointing",
+        "data_types",
+    ):
         for name, child in node.children.items():
-            _raw(draft, f"{key}.{name}", child, f"{path}.{name}")
-    elif path in _CPU_ADAM and not is_empty(node):
-        draft.drop(
-            key,
+            _convert_raw_settings(draft, f"{config_key}.{name}", child, f"{deepspeed_key}.{name}")
+    elif deepspeed_key in _CPU_ADAM and not is_empty(node):
+        draft.report_dropped(
+            config_key,
             node,
             (
                 "it needs DeepSpeed's own Adam on the CPU; the optimizer here is torch's or "
                 "ONNX Runtime's"
             ),
         )
-    elif DEEPSPEED_OWNED.get(path, "").startswith("zero.offload."):
-        _offload(draft, key, node, DEEPSPEED_OWNED[path])
-    elif path == "zero_optimization.stage" or (path == "zero_optimization" and node.scalar is True):
-        draft.needless(key, node, "zero.stage has it")
+    elif DEEPSPEED_OWNED.get(deepspeed_key, "").startswith("zero.offload."):
+        _convert_offload(draft, config_key, node, DEEPSPEED_OWNED[deepspeed_key])
+    elif deepspeed_key == "zero_optimization.stage" or (
+        deepspeed_key == "zero_optimization" and node.scalar is True
+    ):
+        draft.report_needless(config_key, node, "zero.stage has it")
     # "auto" is for Trainer; DeepSpeed itself would reject it.
-    elif node.scalar == "auto" or (node.kind == "mapping" and "auto" in json.dumps(node.plain())):
-        draft.needless(key, node, _AUTO)
+    elif node.scalar == "auto" or (
+        node.node_type == "mapping" and "auto" in json.dumps(node.plain_value())
+    ):
+        draft.report_needless(config_key, node, _AUTO_REMARK)
     else:
-        draft.put(f"zero.deepspeed.{path}", node, key)
+        draft.set_recipe_key(f"zero.deepspeed.{deepspeed_key}", node, config_key)

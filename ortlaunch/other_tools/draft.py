@@ -10,17 +10,33 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ortlaunch.errors import InputError
-from ortlaunch.recipe.fields.field_lookup import choices, everywhere, names_in, section_at
-from ortlaunch.recipe.hints.keys_of_other_tools import DIALECTS, TRUE_BY_ITSELF, USUAL, WHOLE
-from ortlaunch.recipe.text.place import HIDDEN, SECRET, Place, keys, without_secrets
+from ortlaunch.recipe.fields.field_lookup import (
+    accepted_names,
+    first_model_at_path,
+    section_keys,
+    unique_field_paths,
+)
+from ortlaunch.recipe.hints.keys_of_other_tools import (
+    DIALECTS,
+    NO_MODEL_PARALLELISM,
+    TRUE_BY_ITSELF,
+    USUAL,
+)
+from ortlaunch.recipe.text.place import (
+    HIDDEN_VALUE,
+    SECRET_NAME,
+    SourceLocation,
+    hide_secrets,
+    parse_key_path,
+)
 from ortlaunch.recipe.text.tree import Tree
-from ortlaunch.recipe.text.words import closest, normal
-from ortlaunch.recipe.text.yaml_text import in_line
+from ortlaunch.recipe.text.words import closest_name, normalize_word
+from ortlaunch.recipe.text.yaml_text import dump_on_one_line
 
 # Prefix of dialect entries for keys that need no setting here; the reason follows.
-NONE = "none: "
-# Assumed with bf16: path, value and reason, as `Draft.assume` accepts them.
-_NO_BF16 = (
+NOT_NEEDED_PREFIX = "none: "
+# Assumed with bf16: path, value and reason, as `Draft.assume_default` accepts them.
+_ENGINE_FOR_BF16 = (
     "engine.name",
     "eager",
     "ONNX Runtime has bf16 on CUDA only; precision=fp32 engine.name=ort runs on it",
@@ -30,13 +46,13 @@ _NO_BF16 = (
 class Remark(NamedTuple):
     """The result for one key."""
 
-    place: Place
+    location: SourceLocation
     key: str
     value: str
     text: str
 
     def __str__(self) -> str:
-        return f"{self.place}: {self.key}: {self.value} -> {self.text}"
+        return f"{self.location}: {self.key}: {self.value} -> {self.text}"
 
 
 @dataclass
@@ -60,244 +76,306 @@ class ImportReport:
 class Draft:
     """The keys that are not converted yet, and the recipe so far; each part has its location."""
 
-    def __init__(self, config: Tree, tools: Sequence[str], command: Tree, base: Tree) -> None:
+    def __init__(
+        self, config_tree: Tree, tool_names: Sequence[str], command_tree: Tree, base_tree: Tree
+    ) -> None:
         """Begin a conversion.
 
         Args:
-            config: the other tool's config.
-            tools: names of dialects, by priority.
-            command: keys of the command line, which replace the config's.
-            base: keys of --base.
+            config_tree: the other tool's config.
+            tool_names: names of dialects, by priority.
+            command_tree: keys of the command line, which replace the config's.
+            base_tree: keys of --base.
         """
-        self.left = {str(key): node for key, node in config.children.items()}
-        self.tools = tools
-        self.account = ImportReport()
-        self.command = command
-        self.base = base
-        self.recipe = Tree(config.place, kind="mapping")
+        self.unconverted = {str(key): node for key, node in config_tree.children.items()}
+        self.tools = tool_names
+        self.import_report = ImportReport()
+        self.command_tree = command_tree
+        self.base_tree = base_tree
+        self.recipe_tree = Tree(config_tree.location, node_type="mapping")
         # Keys that the config leaves to the base; those of one tuple are alternatives.
-        self.kept: list[tuple[str, ...]] = []
+        self.keys_left_to_base: list[tuple[str, ...]] = []
         # Applied at the end by `rest`, for only then is it known which keys the config sets.
-        self._assumed: list[tuple[str, object, str]] = []
+        self._assumed_values: list[tuple[str, object, str]] = []
 
-    def pop(self, key: str) -> Tree | None:
+    def take_key(self, config_key: str) -> Tree | None:
         """Remove and return a key that needs a conversion; None if it is absent or empty."""
-        node = self.left.get(key)
+        node = self.unconverted.get(config_key)
         # An empty key stays, so that `rest` reports it.
-        return None if node is None or is_empty(node) else self.left.pop(key)
+        return None if node is None or is_empty(node) else self.unconverted.pop(config_key)
 
-    def value(self, key: str) -> Any:
+    def config_value(self, config_key: str) -> Any:
         """Return the value of a key without removing it."""
-        node = self.left.get(key)
-        return None if node is None else node.plain()
+        node = self.unconverted.get(config_key)
+        return None if node is None else node.plain_value()
 
-    def expected(self, path: str) -> Any:
+    def expected_recipe_value(self, recipe_key: str) -> Any:
         """Return the value that the recipe will have at a path, as far as it is known."""
-        trees = (tree.find(keys(path)) for tree in (self.command, self.recipe, self.base))
-        there = next((tree for tree in trees if tree is not None), None)
-        assumed = [value for each, value, _ in self._assumed if each == path]
-        return there.plain() if there is not None else assumed[0] if assumed else None
+        trees = (
+            tree.find_subtree(parse_key_path(recipe_key))
+            for tree in (self.command_tree, self.recipe_tree, self.base_tree)
+        )
+        subtree = next((tree for tree in trees if tree is not None), None)
+        assumed_values = [
+            value for assumed_key, value, _ in self._assumed_values if assumed_key == recipe_key
+        ]
+        return (
+            subtree.plain_value()
+            if subtree is not None
+            else assumed_values[0]
+            if assumed_values
+            else None
+        )
 
-    def put(
-        self, path: str, node: Tree | None, key: str, value: object = None, why: str = ""
+    def set_recipe_key(
+        self,
+        recipe_key: str,
+        node: Tree | None,
+        config_key: str,
+        recipe_value: object = None,
+        difference: str = "",
     ) -> None:
         """Set a key of the recipe.
 
         Args:
-            path: the key of the recipe.
+            recipe_key: the key of the recipe.
             node: the config's value; None: the config has none, and nothing is set.
-            key: the config's key, for the report.
-            value: the recipe's value; None: that of `node`.
-            why: how the meaning differs here; "": it is the same.
+            config_key: the config's key, for the report.
+            recipe_value: the recipe's value; None: that of `node`.
+            difference: how the meaning differs here; "": it is the same.
         """
         if node is None:
             return None
-        tree = node if value is None else tree_of(value, node)
-        there = self.recipe.find(keys(path))
+        new_subtree = node if recipe_value is None else tree_at_node(recipe_value, node)
+        earlier_subtree = self.recipe_tree.find_subtree(parse_key_path(recipe_key))
         # Two keys of the config with one counterpart: equal values are fine.
-        if there is not None and there.plain() == tree.plain():
-            return self.needless(key, node, f"{path} has it")
-        if there is not None:
-            return self.drop(key, node, f"{path} is set by another key already")
-        self.recipe = self.recipe.put(keys(path), tree)
-        written = path if value is None else f"{path}: {in_one_line(tree)}"
-        self._remark(
-            self.account.changed if why else self.account.taken,
-            key,
+        if (
+            earlier_subtree is not None
+            and earlier_subtree.plain_value() == new_subtree.plain_value()
+        ):
+            return self.report_needless(config_key, node, f"{recipe_key} has it")
+        if earlier_subtree is not None:
+            return self.report_dropped(
+                config_key, node, f"{recipe_key} is set by another key already"
+            )
+        self.recipe_tree = self.recipe_tree.set_subtree(parse_key_path(recipe_key), new_subtree)
+        result_text = (
+            recipe_key if recipe_value is None else f"{recipe_key}: {one_line_text(new_subtree)}"
+        )
+        self._add_remark(
+            self.import_report.changed if difference else self.import_report.taken,
+            config_key,
             node,
-            f"{written}; {why}" if why else written,
+            f"{result_text}; {difference}" if difference else result_text,
         )
         return None
 
-    def move(self, path: str, key: str, value: object = None, why: str = "") -> None:
+    def move_key(
+        self, recipe_key: str, config_key: str, recipe_value: object = None, difference: str = ""
+    ) -> None:
         """Set a key of the recipe by one of the config, if the config has it; as `put`."""
-        self.put(path, self.pop(key), key, value, why)
+        self.set_recipe_key(
+            recipe_key, self.take_key(config_key), config_key, recipe_value, difference
+        )
 
-    def leave_out(self, key: str, why: str) -> None:
+    def report_if_needless(self, config_key: str, reason: str) -> None:
         """Report a key for which nothing needs to be set, if the config has it."""
-        self.needless(key, self.pop(key), why)
+        self.report_needless(config_key, self.take_key(config_key), reason)
 
-    def assume(self, path: str, value: object, why: str) -> None:
+    def assume_default(self, recipe_key: str, recipe_value: object, reason: str) -> None:
         """Set a key at the end, unless the config sets it."""
-        self._assumed.append((path, value, why))
+        self._assumed_values.append((recipe_key, recipe_value, reason))
 
     # In the reports below, a node that is None is of a key that the config lacks: nothing is reported.
 
-    def alter(self, key: str, node: Tree | None, why: str) -> None:
+    def report_altered(self, config_key: str, node: Tree | None, difference: str) -> None:
         """Report a key whose counterpart is set by other keys and differs slightly."""
-        self._remark(self.account.changed, key, node, why)
+        self._add_remark(self.import_report.changed, config_key, node, difference)
 
-    def drop(self, key: str, node: Tree | None, why: str) -> None:
+    def report_dropped(self, config_key: str, node: Tree | None, reason: str) -> None:
         """Report a key without a counterpart."""
-        self._remark(self.account.dropped, key, node, why)
+        self._add_remark(self.import_report.dropped, config_key, node, reason)
 
-    def needless(self, key: str, node: Tree | None, why: str) -> None:
+    def report_needless(self, config_key: str, node: Tree | None, reason: str) -> None:
         """Report a key for which nothing needs to be set."""
-        self._remark(self.account.needless, key, node, why)
+        self._add_remark(self.import_report.needless, config_key, node, reason)
 
-    def refuse(self, reasons: Mapping[str, str]) -> None:
+    def refuse_keys(self, reason_by_key: Mapping[str, str]) -> None:
         """Refuse a config with one of these keys, of kinds of training that ortlaunch does not have.
 
         Raises:
             InputError: it has one.
         """
-        for key, why in reasons.items():
-            if node := self.pop(key):
-                raise refused(key, node, why)
+        for config_key, reason in reason_by_key.items():
+            if node := self.take_key(config_key):
+                raise refusal_error(config_key, node, reason)
 
-    def without_adapters(self, why: str) -> None:
+    def report_adapters_unused(self, reason: str) -> None:
         """Report the keys of LoRA as unused, because all weights are trained."""
-        for key in [each for each in self.left if each.startswith("lora_")]:
-            self.leave_out(key, f"of no effect there: {why}")
+        for config_key in [
+            lora_key for lora_key in self.unconverted if lora_key.startswith("lora_")
+        ]:
+            self.report_if_needless(config_key, f"of no effect there: {reason}")
 
-    def rest(self) -> None:
+    def convert_remaining_keys(self) -> None:
         """Convert all other keys by the dialects and the recipe's names, then set the defaults."""
-        for key, node in self.left.items():
-            if node.scalar is False and normal(key) in TRUE_BY_ITSELF:
-                self.drop(key, node, f"here it is always so: {TRUE_BY_ITSELF[normal(key)]}")
+        for config_key, node in self.unconverted.items():
+            if node.scalar is False and normalize_word(config_key) in TRUE_BY_ITSELF:
+                self.report_dropped(
+                    config_key,
+                    node,
+                    f"here it is always so: {TRUE_BY_ITSELF[normalize_word(config_key)]}",
+                )
             elif is_empty(node):
-                self.account.empty.append(key)
-            elif _is_usual(key, node):
-                self.needless(key, node, "the tool's default, which asks for nothing")
+                self.import_report.empty.append(config_key)
+            elif _is_tool_default(config_key, node):
+                self.report_needless(config_key, node, "the tool's default, which asks for nothing")
             else:
-                self._by_tables(key, node)
-        self.left = {}
-        if self.expected("precision") == "bf16":
-            self.assume(*_NO_BF16)
-        for path, value, why in self._assumed:
-            if self.recipe.find(keys(path)) is None:
-                self.recipe = self.recipe.put(keys(path), tree_of(value, self.recipe))
-                self.account.assumed.append(f"{path}: {value} ({why})")
+                self._convert_by_tables(config_key, node)
+        self.unconverted = {}
+        if self.expected_recipe_value("precision") == "bf16":
+            self.assume_default(*_ENGINE_FOR_BF16)
+        for recipe_key, recipe_value, reason in self._assumed_values:
+            if self.recipe_tree.find_subtree(parse_key_path(recipe_key)) is None:
+                self.recipe_tree = self.recipe_tree.set_subtree(
+                    parse_key_path(recipe_key), tree_at_node(recipe_value, self.recipe_tree)
+                )
+                self.import_report.assumed.append(f"{recipe_key}: {recipe_value} ({reason})")
 
-    def _by_tables(self, key: str, node: Tree) -> None:
+    def _convert_by_tables(self, config_key: str, node: Tree) -> None:
         # The tool's own dialect first: the same key may mean something else in another tool.
-        ours = next(
-            (DIALECTS[tool][normal(key)] for tool in self.tools if normal(key) in DIALECTS[tool]),
+        recipe_key = next(
+            (
+                DIALECTS[tool][normalize_word(config_key)]
+                for tool in self.tools
+                if normalize_word(config_key) in DIALECTS[tool]
+            ),
             None,
         )
-        ours = ours or everywhere().get(normal(key)) or ""
-        if ours.startswith(NONE):
-            self.needless(key, node, ours.removeprefix(NONE))
-        elif ours == WHOLE and number(node) == 1:
-            self.needless(key, node, "1 stands for none")
-        elif not is_key(ours):
-            self.drop(key, node, f"no counterpart; nearest: {ours}" if ours else "no counterpart")
-        elif choices(keys(ours)) and isinstance(node.scalar, str):
-            self._by_word(key, node, ours)
+        recipe_key = recipe_key or unique_field_paths().get(normalize_word(config_key)) or ""
+        if recipe_key.startswith(NOT_NEEDED_PREFIX):
+            self.report_needless(config_key, node, recipe_key.removeprefix(NOT_NEEDED_PREFIX))
+        elif recipe_key == NO_MODEL_PARALLELISM and number_of_node(node) == 1:
+            self.report_needless(config_key, node, "1 stands for none")
+        elif not is_recipe_key(recipe_key):
+            self.report_dropped(
+                config_key,
+                node,
+                f"no counterpart; nearest: {recipe_key}" if recipe_key else "no counterpart",
+            )
+        elif accepted_names(parse_key_path(recipe_key)) and isinstance(node.scalar, str):
+            self._convert_word(config_key, node, recipe_key)
         else:
-            self.put(ours, node, key)
+            self.set_recipe_key(recipe_key, node, config_key)
 
-    def _by_word(self, key: str, node: Tree, ours: str) -> None:
-        words = choices(keys(ours))
-        found = closest(node.scalar, words)
-        if found is None:
-            return self.drop(key, node, f"{ours} has {', '.join(words)}")
-        return self.put(ours, node, key, found)
+    def _convert_word(self, config_key: str, node: Tree, recipe_key: str) -> None:
+        accepted_words = accepted_names(parse_key_path(recipe_key))
+        closest_word = closest_name(node.scalar, accepted_words)
+        if closest_word is None:
+            return self.report_dropped(
+                config_key, node, f"{recipe_key} has {', '.join(accepted_words)}"
+            )
+        return self.set_recipe_key(recipe_key, node, config_key, closest_word)
 
-    def _remark(self, where: list[Remark], key: str, node: Tree | None, text: str) -> None:
+    def _add_remark(
+        self, remarks: list[Remark], config_key: str, node: Tree | None, result_text: str
+    ) -> None:
         if node is None:
             return
         # The report is printed and written into the recipe, so it must not have secrets.
-        value = HIDDEN if SECRET.search(key) else " ".join(in_one_line(node).split())
-        where.append(
+        value = (
+            HIDDEN_VALUE
+            if SECRET_NAME.search(config_key)
+            else " ".join(one_line_text(node).split())
+        )
+        remarks.append(
             Remark(
-                node.key_place or node.place,
-                key,
+                node.key_location or node.location,
+                config_key,
                 value if len(value) <= 80 else value[:77] + "...",
-                text,
+                result_text,
             )
         )
 
 
-def refused(key: str, node: Tree, why: str) -> InputError:
+def refusal_error(config_key: str, node: Tree, reason: str) -> InputError:
     """Return an error for a kind of training that ortlaunch does not have."""
-    return InputError(f"{node.key_place or node.place}: {key}: {in_one_line(node)}: {why}")
+    return InputError(
+        f"{node.key_location or node.location}: {config_key}: {one_line_text(node)}: {reason}"
+    )
 
 
-def is_key(path: str) -> bool:
+def is_recipe_key(text: str) -> bool:
     """Return whether a text is exactly a key of the recipe."""
     # Some dialect entries are sentences.
-    where = keys(path) if path and " " not in path else ()
+    key_path = parse_key_path(text) if text and " " not in text else ()
     return (
-        bool(where)
-        and section_at(where[:-1]) is not None
-        and str(where[-1]) in names_in(where[:-1])
+        bool(key_path)
+        and first_model_at_path(key_path[:-1]) is not None
+        and str(key_path[-1]) in section_keys(key_path[:-1])
     )
 
 
 def is_empty(node: Tree) -> bool:
     """Return whether a value is null, false or empty."""
     # 0 is a value: a warm-up of 0 steps differs from the default.
-    if node.kind != "scalar":
+    if node.node_type != "scalar":
         return not node.children
     return node.scalar is None or node.scalar is False or node.scalar == ""
 
 
-def _is_usual(key: str, node: Tree) -> bool:
+def _is_tool_default(config_key: str, node: Tree) -> bool:
     """Return whether a value is the default of a key that has no counterpart."""
-    usual, value = USUAL.get(normal(key)), node.plain()
+    usual_value, value = USUAL.get(normalize_word(config_key)), node.plain_value()
     # Of a mapping each setting that is given counts.
-    if isinstance(usual, dict) and isinstance(value, dict):
-        return all(each in usual and usual[each] == value[each] for each in value)
-    return usual is not None and value == usual
+    if isinstance(usual_value, dict) and isinstance(value, dict):
+        return all(
+            setting_name in usual_value and usual_value[setting_name] == value[setting_name]
+            for setting_name in value
+        )
+    return usual_value is not None and value == usual_value
 
 
-def tree_of(value: object, node: Tree) -> Tree:
+def tree_at_node(recipe_value: object, node: Tree) -> Tree:
     """Return a tree of a recipe's value, with the location of another tool's value."""
-    if isinstance(value, Tree):
-        return value
-    if isinstance(value, dict):
+    if isinstance(recipe_value, Tree):
+        return recipe_value
+    if isinstance(recipe_value, dict):
         return Tree(
-            node.place,
-            kind="mapping",
-            key_place=node.key_place,
-            children={k: tree_of(v, node) for k, v in value.items()},
+            node.location,
+            node_type="mapping",
+            key_location=node.key_location,
+            children={
+                key: tree_at_node(inner_value, node) for key, inner_value in recipe_value.items()
+            },
         )
-    if isinstance(value, (list, tuple)):
+    if isinstance(recipe_value, (list, tuple)):
         return Tree(
-            node.place,
-            kind="list",
-            key_place=node.key_place,
-            children={i: tree_of(v, node) for i, v in enumerate(value)},
+            node.location,
+            node_type="list",
+            key_location=node.key_location,
+            children={
+                i: tree_at_node(inner_value, node) for i, inner_value in enumerate(recipe_value)
+            },
         )
-    return Tree(node.place, value, str(value), key_place=node.key_place)
+    return Tree(node.location, recipe_value, str(recipe_value), key_location=node.key_location)
 
 
-def null(node: Tree) -> Tree:
+def null_at_node(node: Tree) -> Tree:
     """Return an explicit null of the recipe, with the location of another tool's value."""
-    return Tree(node.place, raw="null", key_place=node.key_place)
+    return Tree(node.location, raw="null", key_location=node.key_location)
 
 
-def in_one_line(node: Tree) -> str:
+def one_line_text(node: Tree) -> str:
     """Return a value as one line of text, without secrets."""
-    if node.kind == "scalar":
+    if node.node_type == "scalar":
         return str(node.raw if node.raw is not None else node.scalar)
-    text = in_line(without_secrets(node.plain()))
+    text = dump_on_one_line(hide_secrets(node.plain_value()))
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def number(node: Tree | None) -> float | None:
+def number_of_node(node: Tree | None) -> float | None:
     """Return the number of a scalar; None for anything else."""
     # bool is a subclass of int.
-    value = node.scalar if node is not None and node.kind == "scalar" else None
+    value = node.scalar if node is not None and node.node_type == "scalar" else None
     return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None

@@ -11,23 +11,26 @@ from typing import NamedTuple
 from ortlaunch.errors import InputError
 from ortlaunch.json_types import Json
 from ortlaunch.other_tools import llama_v1
-from ortlaunch.other_tools.draft import Draft, in_one_line, number, tree_of
+from ortlaunch.other_tools.draft import Draft, number_of_node, one_line_text, tree_at_node
 from ortlaunch.other_tools.trainer import FORMATS
 from ortlaunch.recipe.text.tree import Tree
 
-_FILE = "dataset_info.json"
+_DESCRIPTION_FILE = "dataset_info.json"
 _FORMATTINGS = ("alpaca", "sharegpt", "openai")
 # Columns beside text: without them the rows ask about what is not there.
 _MEDIA = ("images", "videos", "audios")
 # LLaMA-Factory's columns and tags: the recipe's key, and the default.
-_PROMPTS = {
+_PROMPT_COLUMNS = {
     "prompt": ("prompt_column", "instruction"),
     "query": ("input_column", "input"),
     "response": ("response_column", "output"),
     "system": ("system_column", None),
 }
-_MESSAGES = {"messages": ("messages_column", "conversations"), "system": ("system_column", None)}
-_KEYS = {"role_tag": ("role_key", "from"), "content_tag": ("content_key", "value")}
+_MESSAGE_COLUMNS = {
+    "messages": ("messages_column", "conversations"),
+    "system": ("system_column", None),
+}
+_MESSAGE_KEYS = {"role_tag": ("role_key", "from"), "content_tag": ("content_key", "value")}
 # A tag of a role: its default, and the role here.
 _ROLES = {
     "user_tag": ("human", "user"),
@@ -36,7 +39,7 @@ _ROLES = {
     "function_tag": ("function_call", "assistant"),
     "system_tag": ("system", "system"),
 }
-_READ = (
+_READ_KEYS = (
     "hf_hub_url",
     "file_name",
     "formatting",
@@ -47,166 +50,221 @@ _READ = (
     "num_samples",
 )
 # Other names of the same data, which LLaMA-Factory reads where the hub cannot be reached.
-_MIRRORS = ("ms_hub_url", "om_hub_url")
-_BY_SIZE = "sources are mixed by their sizes; LLaMA-Factory shuffles all rows together"
+_MIRROR_KEYS = ("ms_hub_url", "om_hub_url")
+_MIXTURE_REMARK = "sources are mixed by their sizes; LLaMA-Factory shuffles all rows together"
 
 
-class _Described(NamedTuple):
+class _DescribedSets(NamedTuple):
     """The data sets of a dataset_info.json."""
 
     folder: Path
-    sets: Json
+    data_sets: Json
 
 
-class _Refused(Exception):
+class _RefusedDataSet(Exception):
     """A data set that no source of the recipe can be."""
 
 
-def convert(draft: Draft, chats: bool, learned: Json) -> None:
+def convert_data_sets(draft: Draft, has_chats: bool, loss_fields: Json) -> None:
     """Convert the data sets of training and evaluation.
 
     Args:
         draft: the conversion.
-        chats: whether the rows are chats, not those of pre-training.
-        learned: fields of each source for the loss of chats.
+        has_chats: whether the rows are chats, not those of pre-training.
+        loss_fields: fields of each source for the loss of chats.
     """
-    given = draft.pop("dataset_dir")
-    most = draft.pop("max_samples")
-    described = _described(
-        draft.recipe.place.source, in_one_line(given) if given is not None else "data"
+    folder_node = draft.take_key("dataset_dir")
+    max_samples_node = draft.take_key("max_samples")
+    described_sets = _read_described_sets(
+        draft.recipe_tree.location.source,
+        one_line_text(folder_node) if folder_node is not None else "data",
     )
-    used = False
-    listed = draft.pop("train_dataset")
-    sets = llama_v1.data_sets(listed) if listed is not None else None
-    if listed is not None and sets is not None:
-        names = tree_of([*sets[1]], listed)
-        used = _part(
-            draft, ("train_dataset", "train"), names, _Described(*sets), (chats, None, learned)
+    has_source = False
+    train_node = draft.take_key("train_dataset")
+    listed_sets = llama_v1.read_data_sets(train_node) if train_node is not None else None
+    if train_node is not None and listed_sets is not None:
+        names_node = tree_at_node([*listed_sets[1]], train_node)
+        has_source = _convert_part(
+            draft,
+            ("train_dataset", "train"),
+            names_node,
+            _DescribedSets(*listed_sets),
+            (has_chats, None, loss_fields),
         )
     else:
-        draft.drop("train_dataset", listed, "there is no such file; give data.train")
-    for key, part in (("dataset", "train"), ("eval_dataset", "evaluation")):
-        node = draft.pop(key)
-        if described is None:
-            why = f"no {_FILE} is in the folder, nor in the config's folders; give data.{part}"
-            draft.drop(key, node, why)
+        draft.report_dropped("train_dataset", train_node, "there is no such file; give data.train")
+    for key, recipe_part in (("dataset", "train"), ("eval_dataset", "evaluation")):
+        node = draft.take_key(key)
+        if described_sets is None:
+            reason = f"no {_DESCRIPTION_FILE} is in the folder, nor in the config's folders; give data.{recipe_part}"
+            draft.report_dropped(key, node, reason)
         elif node is not None:
-            used |= _part(draft, (key, part), node, described, (chats, number(most), learned))
-    for key, node, why in (
-        ("dataset_dir", given, "data.train.path"),
-        ("max_samples", most, "most_rows of each source"),
+            has_source |= _convert_part(
+                draft,
+                (key, recipe_part),
+                node,
+                described_sets,
+                (has_chats, number_of_node(max_samples_node), loss_fields),
+            )
+    for key, node, reason in (
+        ("dataset_dir", folder_node, "data.train.path"),
+        ("max_samples", max_samples_node, "most_rows of each source"),
     ):
-        if used:
-            draft.needless(key, node, f"{why} has it")
+        if has_source:
+            draft.report_needless(key, node, f"{reason} has it")
         else:
-            draft.drop(key, node, f"give {why}")
+            draft.report_dropped(key, node, f"give {reason}")
 
 
-def _described(config: str, given: str) -> _Described | None:
+def _read_described_sets(config_path: str, folder_name: str) -> _DescribedSets | None:
     """Return the data sets of a folder: from the current folder, or from one above the config.
 
     Raises:
         InputError: the file is not JSON, or not UTF-8.
     """
-    above = Path(config).absolute().parents
-    for folder in (Path(), *(Path(os.path.relpath(each)) for each in above)):
-        file = folder / given / _FILE
+    parent_folders = Path(config_path).absolute().parents
+    for folder in (Path(), *(Path(os.path.relpath(parent)) for parent in parent_folders)):
+        description_path = folder / folder_name / _DESCRIPTION_FILE
         try:
-            found = json.loads(file.read_text(encoding="utf-8"))
+            content = json.loads(description_path.read_text(encoding="utf-8"))
         except OSError:
             continue
         except UnicodeDecodeError as error:
             raise InputError(
-                f"{file}: is not UTF-8: {error.reason} at byte {error.start}"
+                f"{description_path}: is not UTF-8: {error.reason} at byte {error.start}"
             ) from None
         except json.JSONDecodeError as error:
-            place = f"{file}:{error.lineno}:{error.colno}"
-            raise InputError(f"{place}: is not JSON: {error.msg}") from None
-        return _Described(folder / given, found) if isinstance(found, dict) else None
+            error_location = f"{description_path}:{error.lineno}:{error.colno}"
+            raise InputError(f"{error_location}: is not JSON: {error.msg}") from None
+        return _DescribedSets(folder / folder_name, content) if isinstance(content, dict) else None
     return None
 
 
-def _part(
+def _convert_part(
     draft: Draft,
-    keys: tuple[str, str],
+    key_and_part: tuple[str, str],
     node: Tree,
-    described: _Described,
-    options: tuple[bool, float | None, Json],
+    described_sets: _DescribedSets,
+    source_options: tuple[bool, float | None, Json],
 ) -> bool:
     """Convert the data sets of one key; return whether the recipe has at least one of them."""
-    key, part = keys
-    names = node.plain() if node.kind == "list" else str(node.scalar).split(",")
+    config_key, recipe_part = key_and_part
+    names = node.plain_value() if node.node_type == "list" else str(node.scalar).split(",")
     sources = []
-    for name in (str(each).strip() for each in names):
+    for set_name in (str(name_text).strip() for name_text in names):
         try:
-            info = described.sets.get(name)
-            if not isinstance(info, dict):
-                raise _Refused(f"{described.folder / _FILE} has no {name}")
-            sources.append(_source(info, described.folder, *options))
-        except _Refused as error:
-            draft.drop(f"{key} {name}", node, f"{error}; give a source of data.{part}")
+            set_description = described_sets.data_sets.get(set_name)
+            if not isinstance(set_description, dict):
+                raise _RefusedDataSet(
+                    f"{described_sets.folder / _DESCRIPTION_FILE} has no {set_name}"
+                )
+            sources.append(_data_source(set_description, described_sets.folder, *source_options))
+        except _RefusedDataSet as error:
+            draft.report_dropped(
+                f"{config_key} {set_name}", node, f"{error}; give a source of data.{recipe_part}"
+            )
             continue
-        if media := [each for each in _MEDIA if each in (info.get("columns") or {})]:
-            place = node.key_place or node.place
-            why = "beside text they cannot be trained here"
-            raise InputError(f"{place}: {key}: the rows of {name} have {media[0]}: {why}")
-        for lost in _lost(info):
-            draft.drop(f"{key} {name}.{lost}", node, "no counterpart")
-    file = f"as {described.folder / _FILE} has it"
-    if len(sources) > 1 and part == "train":
-        parts = [{"source": each, "weight": None} for each in sources]
-        draft.put("data.train", node, key, parts, _BY_SIZE)
+        if media_columns := [
+            name_text for name_text in _MEDIA if name_text in (set_description.get("columns") or {})
+        ]:
+            location = node.key_location or node.location
+            reason = "beside text they cannot be trained here"
+            raise InputError(
+                f"{location}: {config_key}: the rows of {set_name} have {media_columns[0]}: {reason}"
+            )
+        for lost_key in _lost_keys(set_description):
+            draft.report_dropped(f"{config_key} {set_name}.{lost_key}", node, "no counterpart")
+    origin_text = f"as {described_sets.folder / _DESCRIPTION_FILE} has it"
+    if len(sources) > 1 and recipe_part == "train":
+        weighted_sources = [{"source": name_text, "weight": None} for name_text in sources]
+        draft.set_recipe_key("data.train", node, config_key, weighted_sources, _MIXTURE_REMARK)
     elif sources:
-        draft.put(f"data.{part}", node, f"{key}, {file}", sources[0])
-        for each in sources[1:]:
-            draft.drop(f"{key} {each}", node, "data.evaluation is one corpus")
+        draft.set_recipe_key(
+            f"data.{recipe_part}", node, f"{config_key}, {origin_text}", sources[0]
+        )
+        for name_text in sources[1:]:
+            draft.report_dropped(f"{config_key} {name_text}", node, "data.evaluation is one corpus")
     return bool(sources)
 
 
-def _source(info: Json, folder: Path, chats: bool, limit: float | None, learned: Json) -> Json:
-    columns = info.get("columns") or {}
-    source = {**_place(info, folder), **(_chats(info, columns) if chats else {}), **learned}
-    if not chats and source["format"] != "text":
-        source["text_column"] = columns.get("prompt", "instruction")
-    limits = [each for each in (info.get("num_samples"), limit) if each]
-    return {**source, "most_rows": int(min(limits))} if limits else source
-
-
-def _place(info: Json, folder: Path) -> Json:
-    """Return where the rows are: on the hub, or in a file."""
-    if info.get("formatting", "alpaca") not in _FORMATTINGS:
-        raise _Refused(f"its format is {info['formatting']}, none of {', '.join(_FORMATTINGS)}")
-    if info.get("ranking"):
-        raise _Refused("it has preferences, and there is no preference training here")
-    if info.get("hf_hub_url"):
-        given = {key: info[key] for key in ("subset", "split") if info.get(key)}
-        return {"format": "hub", "name": info["hf_hub_url"], **given}
-    file = str(info.get("file_name") or "")
-    form = FORMATS.get(Path(file).suffix)
-    if form is None:
-        kinds = ", ".join(FORMATS)
-        raise _Refused(f"its file {file!r} is none of {kinds}" if file else "it has no file")
-    return {"format": form, "path": str(folder / file)}
-
-
-def _chats(info: Json, columns: Json) -> Json:
-    messages = info.get("formatting", "alpaca") != "alpaca"
-    table = _MESSAGES if messages else _PROMPTS
-    found = {
-        ours: columns.get(theirs, usual)
-        for theirs, (ours, usual) in table.items()
-        if columns.get(theirs, usual)
+def _data_source(
+    set_description: Json,
+    data_folder: Path,
+    has_chats: bool,
+    row_limit: float | None,
+    loss_fields: Json,
+) -> Json:
+    columns = set_description.get("columns") or {}
+    source = {
+        **_rows_location(set_description, data_folder),
+        **(_chat_fields(set_description, columns) if has_chats else {}),
+        **loss_fields,
     }
-    if not messages:
-        return found
-    tags = info.get("tags") or {}
-    keys = {ours: tags.get(theirs, usual) for theirs, (ours, usual) in _KEYS.items()}
-    named = {tags.get(theirs, usual): role for theirs, (usual, role) in _ROLES.items()}
-    return {**found, **keys, "roles": {name: role for name, role in named.items() if name != role}}
+    if not has_chats and source["format"] != "text":
+        source["text_column"] = columns.get("prompt", "instruction")
+    row_limits = [
+        row_count for row_count in (set_description.get("num_samples"), row_limit) if row_count
+    ]
+    return {**source, "most_rows": int(min(row_limits))} if row_limits else source
 
 
-def _lost(info: Json) -> Iterator[str]:
+def _rows_location(set_description: Json, data_folder: Path) -> Json:
+    """Return where the rows are: on the hub, or in a file."""
+    if set_description.get("formatting", "alpaca") not in _FORMATTINGS:
+        raise _RefusedDataSet(
+            f"its format is {set_description['formatting']}, none of {', '.join(_FORMATTINGS)}"
+        )
+    if set_description.get("ranking"):
+        raise _RefusedDataSet("it has preferences, and there is no preference training here")
+    if set_description.get("hf_hub_url"):
+        hub_fields = {
+            key: set_description[key] for key in ("subset", "split") if set_description.get(key)
+        }
+        return {"format": "hub", "name": set_description["hf_hub_url"], **hub_fields}
+    file_name = str(set_description.get("file_name") or "")
+    file_format = FORMATS.get(Path(file_name).suffix)
+    if file_format is None:
+        suffixes_text = ", ".join(FORMATS)
+        raise _RefusedDataSet(
+            f"its file {file_name!r} is none of {suffixes_text}" if file_name else "it has no file"
+        )
+    return {"format": file_format, "path": str(data_folder / file_name)}
+
+
+def _chat_fields(set_description: Json, columns: Json) -> Json:
+    has_messages = set_description.get("formatting", "alpaca") != "alpaca"
+    column_table = _MESSAGE_COLUMNS if has_messages else _PROMPT_COLUMNS
+    column_fields = {
+        recipe_field: columns.get(config_field, usual_name)
+        for config_field, (recipe_field, usual_name) in column_table.items()
+        if columns.get(config_field, usual_name)
+    }
+    if not has_messages:
+        return column_fields
+    tags = set_description.get("tags") or {}
+    key_fields = {
+        recipe_field: tags.get(config_field, usual_name)
+        for config_field, (recipe_field, usual_name) in _MESSAGE_KEYS.items()
+    }
+    role_by_tag = {
+        tags.get(config_field, usual_name): role
+        for config_field, (usual_name, role) in _ROLES.items()
+    }
+    return {
+        **column_fields,
+        **key_fields,
+        "roles": {name: role for name, role in role_by_tag.items() if name != role},
+    }
+
+
+def _lost_keys(set_description: Json) -> Iterator[str]:
     """Yield the keys of a data set that have no counterpart."""
-    read = {*_PROMPTS, *_MESSAGES}
-    yield from (f"columns.{key}" for key in info.get("columns") or {} if key not in read)
-    yield from (key for key in info if key not in (*_READ, *_MIRRORS) and info[key])
+    read_columns = {*_PROMPT_COLUMNS, *_MESSAGE_COLUMNS}
+    yield from (
+        f"columns.{key}" for key in set_description.get("columns") or {} if key not in read_columns
+    )
+    yield from (
+        key
+        for key in set_description
+        if key not in (*_READ_KEYS, *_MIRROR_KEYS) and set_description[key]
+    )

@@ -6,127 +6,153 @@ A key that is only renamed is a row of a table in recipe/hints/keys_of_other_too
 from __future__ import annotations
 
 from ortlaunch.other_tools import llama_data, llama_v1, trainer
-from ortlaunch.other_tools.draft import Draft, in_one_line, null, number, refused
+from ortlaunch.other_tools.draft import (
+    Draft,
+    null_at_node,
+    number_of_node,
+    one_line_text,
+    refusal_error,
+)
 
 # Pre-training and supervised fine-tuning; the others train with preferences or rewards.
 _STAGES = ("pt", "sft")
 
 
-def convert(draft: Draft) -> None:
+def convert_llama_factory_config(draft: Draft) -> None:
     """Convert a config.
 
     Raises:
         InputError: it trains in a way that ortlaunch does not have, or not at all.
     """
-    second = any(key in draft.left for key in llama_v1.MARKS)
-    if second:
-        llama_v1.rename(draft)
+    is_second_schema = any(key in draft.unconverted for key in llama_v1.SECOND_SCHEMA_KEYS)
+    if is_second_schema:
+        llama_v1.rename_keys(draft)
     for key in ("export_dir", "infer_backend", "do_predict"):
-        node = draft.pop(key)
-        if node is not None and not draft.value("do_train"):
-            raise refused(key, node, "the config describes no training")
-    stage = draft.pop("stage")
-    kind = draft.pop("finetuning_type")
-    if stage is not None and stage.scalar not in _STAGES:
-        raise refused("stage", stage, f"only {' and '.join(_STAGES)} can be trained here")
-    if kind is not None and kind.scalar not in ("lora", "full"):
-        raise refused("finetuning_type", kind, "only lora and full can be trained here")
-    draft.put("model.task", stage, "stage", "causal-lm")
-    draft.assume("model.task", "causal-lm", "LLaMA-Factory's default, sft")
-    trainer.model(draft)
-    if kind is not None and kind.scalar == "full":
-        draft.put("model.lora", kind, "finetuning_type", null(kind))
-        draft.without_adapters("finetuning_type is full")
+        node = draft.take_key(key)
+        if node is not None and not draft.config_value("do_train"):
+            raise refusal_error(key, node, "the config describes no training")
+    stage_node = draft.take_key("stage")
+    finetuning_node = draft.take_key("finetuning_type")
+    if stage_node is not None and stage_node.scalar not in _STAGES:
+        raise refusal_error(
+            "stage", stage_node, f"only {' and '.join(_STAGES)} can be trained here"
+        )
+    if finetuning_node is not None and finetuning_node.scalar not in ("lora", "full"):
+        raise refusal_error(
+            "finetuning_type", finetuning_node, "only lora and full can be trained here"
+        )
+    draft.set_recipe_key("model.task", stage_node, "stage", "causal-lm")
+    draft.assume_default("model.task", "causal-lm", "LLaMA-Factory's default, sft")
+    trainer.convert_model(draft)
+    if finetuning_node is not None and finetuning_node.scalar == "full":
+        draft.set_recipe_key(
+            "model.lora", finetuning_node, "finetuning_type", null_at_node(finetuning_node)
+        )
+        draft.report_adapters_unused("finetuning_type is full")
     # Without finetuning_type LLaMA-Factory trains adapters.
     else:
-        _adapters(draft)
-        draft.needless("finetuning_type", kind, "model.lora says it")
-    _data(draft, stage is None or stage.scalar == "sft")
-    trainer.held_out(draft, "val_size")
-    _memory(draft)
-    trainer.training(draft)
-    if second:
-        draft.assume("schedule.name", "constant", "LLaMA-Factory's default")
-        draft.assume("precision", "bf16", "LLaMA-Factory's default")
-        draft.assume("optimizer.learning_rate", 1e-4, "LLaMA-Factory's default")
-    _defaults(draft)
+        _convert_adapters(draft)
+        draft.report_needless("finetuning_type", finetuning_node, "model.lora says it")
+    _convert_data(draft, stage_node is None or stage_node.scalar == "sft")
+    trainer.convert_held_out_part(draft, "val_size")
+    _convert_memory_settings(draft)
+    trainer.convert_training_arguments(draft)
+    if is_second_schema:
+        draft.assume_default("schedule.name", "constant", "LLaMA-Factory's default")
+        draft.assume_default("precision", "bf16", "LLaMA-Factory's default")
+        draft.assume_default("optimizer.learning_rate", 1e-4, "LLaMA-Factory's default")
+    _assume_defaults(draft)
 
 
-def _adapters(draft: Draft) -> None:
-    target = draft.pop("lora_target")
-    rank = number(draft.left.get("lora_rank")) or 8
-    if target is not None:
-        names = (
-            [each.strip() for each in in_one_line(target).split(",")]
-            if target.kind == "scalar"
-            else target.plain()
+def _convert_adapters(draft: Draft) -> None:
+    target_node = draft.take_key("lora_target")
+    rank = number_of_node(draft.unconverted.get("lora_rank")) or 8
+    if target_node is not None:
+        target_names = (
+            [target_name.strip() for target_name in one_line_text(target_node).split(",")]
+            if target_node.node_type == "scalar"
+            else target_node.plain_value()
         )
-        draft.put(
+        draft.set_recipe_key(
             "model.lora.target_modules",
-            target,
+            target_node,
             "lora_target",
-            ["all-linear"] if names == ["all"] else names,
+            ["all-linear"] if target_names == ["all"] else target_names,
         )
-    for key, ours in (("lora_rank", "r"), ("lora_alpha", "alpha"), ("lora_dropout", "dropout")):
-        draft.move(f"model.lora.{ours}", key)
+    for key, lora_field in (
+        ("lora_rank", "r"),
+        ("lora_alpha", "alpha"),
+        ("lora_dropout", "dropout"),
+    ):
+        draft.move_key(f"model.lora.{lora_field}", key)
     # LLaMA-Factory's default of lora_alpha is twice the rank.
     values = {"r": 8, "alpha": 2 * rank, "dropout": 0.0, "target_modules": ["all-linear"]}
     for key, value in values.items():
-        draft.assume(f"model.lora.{key}", value, "LLaMA-Factory's default")
+        draft.assume_default(f"model.lora.{key}", value, "LLaMA-Factory's default")
 
 
-def _data(draft: Draft, chats: bool) -> None:
+def _convert_data(draft: Draft, has_chats: bool) -> None:
     # Not `take`: `packing: false` has a meaning, too.
-    packed = draft.left.pop("packing", None)
-    neat = draft.pop("neat_packing")
-    llama_data.convert(draft, chats, _learned(draft) if chats else {})
-    template = draft.pop("template")
-    if not chats:
-        draft.needless("template", template, "of no effect there: pre-training is on plain text")
+    packing_node = draft.unconverted.pop("packing", None)
+    neat_packing_node = draft.take_key("neat_packing")
+    llama_data.convert_data_sets(draft, has_chats, _loss_fields(draft) if has_chats else {})
+    template_node = draft.take_key("template")
+    if not has_chats:
+        draft.report_needless(
+            "template", template_node, "of no effect there: pre-training is on plain text"
+        )
     else:
-        draft.alter(
+        draft.report_altered(
             "template",
-            template,
+            template_node,
             "the tokenizer's own chat template, or data.chat_template; LLaMA-Factory's may differ "
             "in its system message",
         )
-    if chats and packed is not None and packed.scalar:
-        why = "" if neat is not None else "packed chats do not attend to each other here"
-        draft.put("data.packing", packed, "packing", why=why)
+    if has_chats and packing_node is not None and packing_node.scalar:
+        reason = (
+            "" if neat_packing_node is not None else "packed chats do not attend to each other here"
+        )
+        draft.set_recipe_key("data.packing", packing_node, "packing", difference=reason)
     else:
-        why = "a chat is a sample of its own" if chats else "text is always packed"
-        draft.needless("packing", packed, why)
+        reason = "a chat is a sample of its own" if has_chats else "text is always packed"
+        draft.report_needless("packing", packing_node, reason)
     # There it implies packing.
-    if chats:
-        draft.put("data.packing", neat, "neat_packing")
+    if has_chats:
+        draft.set_recipe_key("data.packing", neat_packing_node, "neat_packing")
     else:
-        draft.put("data.attend_across_documents", neat, "neat_packing", value=False)
+        draft.set_recipe_key(
+            "data.attend_across_documents", neat_packing_node, "neat_packing", recipe_value=False
+        )
 
 
-def _memory(draft: Draft) -> None:
+def _convert_memory_settings(draft: Draft) -> None:
     """Convert attention, precision and recomputation."""
-    attention = draft.pop("flash_attn")
-    if attention is not None and attention.scalar in ("disabled", "sdpa"):
-        ours = "eager" if attention.scalar == "disabled" else "sdpa"
-        draft.put("model.attention", attention, "flash_attn", ours)
+    attention_node = draft.take_key("flash_attn")
+    if attention_node is not None and attention_node.scalar in ("disabled", "sdpa"):
+        attention_name = "eager" if attention_node.scalar == "disabled" else "sdpa"
+        draft.set_recipe_key("model.attention", attention_node, "flash_attn", attention_name)
     else:
-        draft.needless("flash_attn", attention, "model.attention chooses the fastest that works")
-    draft.move("precision", "pure_bf16", "bf16", "weights and optimizer state are in 32 bits")
-    draft.move("model.gradient_checkpointing", "disable_gradient_checkpointing", value=False)
-    draft.assume("model.gradient_checkpointing", True, "LLaMA-Factory's default")
+        draft.report_needless(
+            "flash_attn", attention_node, "model.attention chooses the fastest that works"
+        )
+    draft.move_key("precision", "pure_bf16", "bf16", "weights and optimizer state are in 32 bits")
+    draft.move_key(
+        "model.gradient_checkpointing", "disable_gradient_checkpointing", recipe_value=False
+    )
+    draft.assume_default("model.gradient_checkpointing", True, "LLaMA-Factory's default")
 
 
-def _learned(draft: Draft) -> dict[str, str]:
+def _loss_fields(draft: Draft) -> dict[str, str]:
     """Convert the choice of what counts in the loss of chats."""
-    for key, part in (("train_on_prompt", "all"), ("mask_history", "last")):
-        node = draft.pop(key)
+    for key, loss_part in (("train_on_prompt", "all"), ("mask_history", "last")):
+        node = draft.take_key(key)
         if node is not None:
-            draft.needless(key, node, f"train_on: {part} of each source has it")
-            return {"train_on": part}
+            draft.report_needless(key, node, f"train_on: {loss_part} of each source has it")
+            return {"train_on": loss_part}
     return {}
 
 
-def _defaults(draft: Draft) -> None:
-    draft.move("data.sequence_length", "cutoff_len")
-    draft.assume("data.sequence_length", 2048, "LLaMA-Factory's default")
-    trainer.defaults(draft, "LLaMA-Factory's")
+def _assume_defaults(draft: Draft) -> None:
+    draft.move_key("data.sequence_length", "cutoff_len")
+    draft.assume_default("data.sequence_length", 2048, "LLaMA-Factory's default")
+    trainer.assume_defaults(draft, "LLaMA-Factory's")

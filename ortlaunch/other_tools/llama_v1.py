@@ -7,14 +7,14 @@ from pathlib import Path
 from ortlaunch.errors import RecipeError
 from ortlaunch.json_types import Json
 from ortlaunch.other_tools import sharding
-from ortlaunch.other_tools.draft import Draft, in_one_line, tree_of
-from ortlaunch.other_tools.reading import config
+from ortlaunch.other_tools.draft import Draft, one_line_text, tree_at_node
+from ortlaunch.other_tools.reading import read_config_tree
 from ortlaunch.recipe.text.tree import Tree
 
 # Keys that identify the schema; its configs have no stage.
-MARKS = ("model_class", "peft_config", "train_dataset")
-_RENAMED = {"model": "model_name_or_path", "micro_batch_size": "per_device_train_batch_size"}
-_PEFT = {
+SECOND_SCHEMA_KEYS = ("model_class", "peft_config", "train_dataset")
+_RENAMED_KEYS = {"model": "model_name_or_path", "micro_batch_size": "per_device_train_batch_size"}
+_PEFT_KEYS = {
     "name": "finetuning_type",
     "r": "lora_rank",
     "lora_alpha": "lora_alpha",
@@ -22,80 +22,88 @@ _PEFT = {
     "target_modules": "lora_target",
     "export_dir": "export_dir",
 }
-_OPTIMIZER = {
+_OPTIMIZER_KEYS = {
     "name": "optim",
     "wd": "weight_decay",
     "adamw_eps": "adam_epsilon",
 }
 # Values that torch's Muon has by itself.
-_MUON = {"momentum": 0.95, "nesterov": True, "ns_steps": 5}
+_MUON_DEFAULTS = {"momentum": 0.95, "nesterov": True, "ns_steps": 5}
 _TAGS = {"role_tag": "role", "content_tag": "content", "user_tag": "user",
          "assistant_tag": "assistant"}  # fmt: skip
-_OPENAI: Json = {"columns": {"messages": "messages"}, "tags": _TAGS}
+_OPENAI_COLUMNS: Json = {"columns": {"messages": "messages"}, "tags": _TAGS}
 
 
-def rename(draft: Draft) -> None:
+def rename_keys(draft: Draft) -> None:
     """Rename keys, and take sections apart; keys without a counterpart stay as they are."""
-    left = draft.left
-    left.setdefault("stage", tree_of("sft", draft.recipe))
-    for theirs, ours in _RENAMED.items():
-        if theirs in left:
-            left[ours] = left.pop(theirs)
-    if "peft_config" not in left:
-        left["finetuning_type"] = tree_of("full", draft.recipe)
-    for section, names in (("peft_config", _PEFT), ("optim_config", _OPTIMIZER)):
-        node = draft.pop(section)
+    unconverted = draft.unconverted
+    unconverted.setdefault("stage", tree_at_node("sft", draft.recipe_tree))
+    for config_key, first_schema_key in _RENAMED_KEYS.items():
+        if config_key in unconverted:
+            unconverted[first_schema_key] = unconverted.pop(config_key)
+    if "peft_config" not in unconverted:
+        unconverted["finetuning_type"] = tree_at_node("full", draft.recipe_tree)
+    for section, renamed_keys in (("peft_config", _PEFT_KEYS), ("optim_config", _OPTIMIZER_KEYS)):
+        node = draft.take_key(section)
         for key, child in node.children.items() if node is not None else ():
-            if key in names:
-                left[names[str(key)]] = child
+            if key in renamed_keys:
+                unconverted[renamed_keys[str(key)]] = child
             elif key == "adamw_betas":
-                draft.put("optimizer.betas", child, f"{section}.{key}")
-            elif _MUON.get(str(key)) == child.plain():
-                draft.needless(f"{section}.{key}", child, "torch's Muon has it")
+                draft.set_recipe_key("optimizer.betas", child, f"{section}.{key}")
+            elif _MUON_DEFAULTS.get(str(key)) == child.plain_value():
+                draft.report_needless(f"{section}.{key}", child, "torch's Muon has it")
             elif child.scalar is not None or child.children:
-                draft.drop(f"{section}.{key}", child, "no counterpart")
-    _distributed(draft)
-    strategy = left.get("batching_strategy")
-    if strategy is not None and strategy.scalar == "normal":
-        draft.needless("batching_strategy", left.pop("batching_strategy"), "it is so by itself")
+                draft.report_dropped(f"{section}.{key}", child, "no counterpart")
+    _convert_distributed(draft)
+    batching_node = unconverted.get("batching_strategy")
+    if batching_node is not None and batching_node.scalar == "normal":
+        draft.report_needless(
+            "batching_strategy", unconverted.pop("batching_strategy"), "it is so by itself"
+        )
 
 
-def _distributed(draft: Draft) -> None:
-    node = draft.pop("dist_config")
-    name = node.find(("name",)) if node is not None else None
-    file = node.find(("config_file",)) if node is not None else None
-    if file is not None:
-        draft.left["deepspeed"] = file
-    elif node is not None and name is not None and in_one_line(name).startswith("fsdp"):
-        sharding.shard(draft, 3, "by dist_config")
-        draft.alter("dist_config", node, "zero.stage: 3; DeepSpeed's ZeRO shards instead of FSDP")
+def _convert_distributed(draft: Draft) -> None:
+    node = draft.take_key("dist_config")
+    name_node = node.find_subtree(("name",)) if node is not None else None
+    file_node = node.find_subtree(("config_file",)) if node is not None else None
+    if file_node is not None:
+        draft.unconverted["deepspeed"] = file_node
+    elif node is not None and name_node is not None and one_line_text(name_node).startswith("fsdp"):
+        sharding.assume_zero_stage(draft, 3, "by dist_config")
+        draft.report_altered(
+            "dist_config", node, "zero.stage: 3; DeepSpeed's ZeRO shards instead of FSDP"
+        )
     else:
-        draft.drop("dist_config", node, "no counterpart; give zero.stage")
+        draft.report_dropped("dist_config", node, "no counterpart; give zero.stage")
 
 
-def data_sets(node: Tree) -> tuple[Path, Json] | None:
+def read_data_sets(node: Tree) -> tuple[Path, Json] | None:
     """Return a file of data sets as the first schema has them, and its folder's parent.
 
     The paths in it are relative to the folder in which the tool is started.
     """
-    name = in_one_line(node)
-    folders = (Path(), *Path(node.place.source).absolute().parents)
-    file = next((each / name for each in folders if (each / name).is_file()), None)
-    if file is None:
+    file_name = one_line_text(node)
+    folders = (Path(), *Path(node.location.source).absolute().parents)
+    data_sets_path = next(
+        (set_name / file_name for set_name in folders if (set_name / file_name).is_file()), None
+    )
+    if data_sets_path is None:
         return None
     try:
-        found = config(file).plain()
+        content = read_config_tree(data_sets_path).plain_value()
     except RecipeError:
         return None
-    sets = {
-        each: {
-            ("file_name" if given.get("source") == "local" else "hf_hub_url"): given.get("path"),
-            "formatting": given.get("converter"),
-            "num_samples": given.get("size"),
-            "split": given.get("split"),
-            **(_OPENAI if given.get("converter") == "openai" else {}),
+    converted_sets = {
+        set_name: {
+            (
+                "file_name" if set_description.get("source") == "local" else "hf_hub_url"
+            ): set_description.get("path"),
+            "formatting": set_description.get("converter"),
+            "num_samples": set_description.get("size"),
+            "split": set_description.get("split"),
+            **(_OPENAI_COLUMNS if set_description.get("converter") == "openai" else {}),
         }
-        for each, given in found.items()
-        if isinstance(given, dict)
+        for set_name, set_description in content.items()
+        if isinstance(set_description, dict)
     }
-    return Path(str(file).removesuffix(name)), sets
+    return Path(str(data_sets_path).removesuffix(file_name)), converted_sets

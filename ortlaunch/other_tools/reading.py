@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from ortlaunch.errors import InputError, RecipeError
-from ortlaunch.recipe.text.place import Line, SourceError
-from ortlaunch.recipe.text.source import text_of
+from ortlaunch.recipe.text.place import ProblemLine, SourceError
+from ortlaunch.recipe.text.source import read_recipe_text
 from ortlaunch.recipe.text.tree import Tree
-from ortlaunch.recipe.text.yaml_text import parse
+from ortlaunch.recipe.text.yaml_text import parse_yaml
 
 
-def config(path: Path) -> Tree:
+def read_config_tree(config_path: Path) -> Tree:
     """Read a config.
 
     Raises:
@@ -19,21 +19,25 @@ def config(path: Path) -> Tree:
         RecipeError: the file is missing, is not YAML or JSON, or not a mapping, or has duplicate
             keys; all of them are named.
     """
-    problems: list[Line] = []
-    if path.suffix == ".py":
-        write = "open('args.json', 'w').write(args.to_json_string())"
+    problems: list[ProblemLine] = []
+    if config_path.suffix == ".py":
+        writing_call = "open('args.json', 'w').write(args.to_json_string())"
         raise InputError(
-            f"{path}: is a Python program; give its TrainingArguments as JSON, which it "
-            f"writes with {write}"
+            f"{config_path}: is a Python program; give its TrainingArguments as JSON, which it "
+            f"writes with {writing_call}"
         )
     try:
-        text = text_of(path)
+        text = read_recipe_text(config_path)
         # JSON is YAML except for tabs, which YAML does not accept as indentation.
-        tree = parse(text.expandtabs(1) if path.suffix == ".json" else text, str(path), problems)
+        tree = parse_yaml(
+            text.expandtabs(1) if config_path.suffix == ".json" else text,
+            str(config_path),
+            problems,
+        )
     except SourceError as error:
         raise RecipeError([str(line) for line in (*problems, error.line)]) from None
-    if tree.kind != "mapping":
-        problems.append(Line(tree.place, "a config is a mapping of keys and values"))
+    if tree.node_type != "mapping":
+        problems.append(ProblemLine(tree.location, "a config is a mapping of keys and values"))
     if problems:
         raise RecipeError([str(line) for line in problems])
     return tree

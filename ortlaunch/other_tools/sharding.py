@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ortlaunch.other_tools.draft import Draft, in_one_line, is_empty
+from ortlaunch.other_tools.draft import Draft, is_empty, one_line_text
 from ortlaunch.recipe.text.tree import Tree
 
 # FSDP's strategies (FSDP 1 by name, FSDP 2 by `reshard_after_forward`) -> ZeRO's stage.
@@ -13,60 +13,74 @@ _STAGES = {
     ),
     **dict.fromkeys(("NO_SHARD", "3"), 0),
 }
-_INSTEAD = "DeepSpeed's ZeRO shards instead of FSDP, which needs no list of layers"
+_ZERO_REMARK = "DeepSpeed's ZeRO shards instead of FSDP, which needs no list of layers"
 
 
-def shard(draft: Draft, stage: int, why: str) -> None:
+def assume_zero_stage(draft: Draft, zero_stage: int, reason: str) -> None:
     """Set ZeRO's stage, and for stage 3 an engine that has it, unless the config sets them."""
-    draft.assume("zero.stage", stage, why)
-    if stage == 3:
-        draft.assume(
+    draft.assume_default("zero.stage", zero_stage, reason)
+    if zero_stage == 3:
+        draft.assume_default(
             "engine.name",
             "eager",
             "ONNX Runtime has no ZeRO 3; zero.stage=2 engine.name=ort runs on it",
         )
 
 
-def fsdp(draft: Draft) -> None:
+def convert_fsdp_keys(draft: Draft) -> None:
     """Convert the keys of FSDP, of Trainer, Axolotl and accelerate."""
-    words = draft.pop("fsdp")
-    config = draft.pop("fsdp_config")
-    version = draft.pop("fsdp_version")
-    layers = draft.pop("fsdp_transformer_layer_cls_to_wrap")
+    strategy_node = draft.take_key("fsdp")
+    config_node = draft.take_key("fsdp_config")
+    version_node = draft.take_key("fsdp_version")
+    layers_node = draft.take_key("fsdp_transformer_layer_cls_to_wrap")
     # Trainer's is a text of words, or a list of them.
-    given = "" if words is None else in_one_line(words).replace(",", " ").strip("[]")
-    settings = _settings(config)
-    strategy = settings.get("sharding_strategy") or settings.get("reshard_after_forward")
-    named = [strategy.scalar] if strategy is not None else given.split()
-    stages = [_STAGES[str(each).upper()] for each in named if str(each).upper() in _STAGES]
-    if words is None and config is None:
+    strategy_text = (
+        "" if strategy_node is None else one_line_text(strategy_node).replace(",", " ").strip("[]")
+    )
+    setting_nodes = _fsdp_settings(config_node)
+    strategy_setting = setting_nodes.get("sharding_strategy") or setting_nodes.get(
+        "reshard_after_forward"
+    )
+    strategy_words = (
+        [strategy_setting.scalar] if strategy_setting is not None else strategy_text.split()
+    )
+    stages = [_STAGES[str(word).upper()] for word in strategy_words if str(word).upper() in _STAGES]
+    if strategy_node is None and config_node is None:
         return
-    stage = stages[0] if stages else 3
-    shard(draft, stage, "FSDP's strategy")
+    zero_stage = stages[0] if stages else 3
+    assume_zero_stage(draft, zero_stage, "FSDP's strategy")
     for key, node in (
-        ("fsdp", words),
-        ("fsdp_config", config),
-        ("fsdp_version", version),
-        ("fsdp_transformer_layer_cls_to_wrap", layers),
+        ("fsdp", strategy_node),
+        ("fsdp_config", config_node),
+        ("fsdp_version", version_node),
+        ("fsdp_transformer_layer_cls_to_wrap", layers_node),
     ):
-        report = draft.alter if key in ("fsdp", "fsdp_config") else draft.needless
-        report(key, node, f"zero.stage: {stage}; {_INSTEAD}")
-    _beside(draft, settings, "offload" in given.split(), stage)
+        add_remark = (
+            draft.report_altered if key in ("fsdp", "fsdp_config") else draft.report_needless
+        )
+        add_remark(key, node, f"zero.stage: {zero_stage}; {_ZERO_REMARK}")
+    _convert_fsdp_settings(draft, setting_nodes, "offload" in strategy_text.split(), zero_stage)
 
 
-def _settings(config: Tree | None) -> dict[str, Tree]:
+def _fsdp_settings(config_node: Tree | None) -> dict[str, Tree]:
     """Return the settings of `fsdp_config` by their names without the prefix of accelerate's."""
-    children = {} if config is None else config.children
+    children = {} if config_node is None else config_node.children
     return {str(key).removeprefix("fsdp_"): node for key, node in children.items()}
 
 
-def _beside(draft: Draft, settings: dict[str, Tree], offloads: bool, stage: int) -> None:
+def _convert_fsdp_settings(
+    draft: Draft, setting_nodes: dict[str, Tree], has_offload_word: bool, zero_stage: int
+) -> None:
     """Convert the settings of FSDP that have keys of their own here."""
-    moved = settings.get("offload_params")
-    again = settings.get("activation_checkpointing")
-    if offloads or (moved is not None and not is_empty(moved)):
-        draft.assume("zero.offload.optimizer", "cpu", "FSDP's offload_params")
-        if stage == 3:
-            draft.assume("zero.offload.parameters", "cpu", "FSDP's offload_params")
-    if again is not None and not is_empty(again):
-        draft.put("model.gradient_checkpointing", again, "fsdp_config.activation_checkpointing")
+    offload_node = setting_nodes.get("offload_params")
+    checkpointing_node = setting_nodes.get("activation_checkpointing")
+    if has_offload_word or (offload_node is not None and not is_empty(offload_node)):
+        draft.assume_default("zero.offload.optimizer", "cpu", "FSDP's offload_params")
+        if zero_stage == 3:
+            draft.assume_default("zero.offload.parameters", "cpu", "FSDP's offload_params")
+    if checkpointing_node is not None and not is_empty(checkpointing_node):
+        draft.set_recipe_key(
+            "model.gradient_checkpointing",
+            checkpointing_node,
+            "fsdp_config.activation_checkpointing",
+        )

@@ -10,28 +10,34 @@ from pathlib import Path
 
 from ortlaunch.errors import InputError
 from ortlaunch.other_tools import sharding, trainer
-from ortlaunch.other_tools.draft import Draft, in_one_line, is_empty, number, refused
+from ortlaunch.other_tools.draft import (
+    Draft,
+    is_empty,
+    number_of_node,
+    one_line_text,
+    refusal_error,
+)
 from ortlaunch.recipe.text.tree import Tree
 
 _COMPONENT = "_component_"
 # Parts of a training that ortlaunch does not have.
-_REFUSED = {
+_REFUSED_KEYS = {
     "teacher_model": "there is no distillation here",
     "ref_checkpointer": "there is no preference training here",
     "reward_functions": "there is no reinforcement learning here",
     "reward_and_value_model": "there is no reinforcement learning here",
 }
-_NO_TRAINING = "the config has no data set and no optimizer: it describes no training"
-_IMAGES = "images beside text cannot be trained here"
+_NO_TRAINING_MESSAGE = "the config has no data set and no optimizer: it describes no training"
+_IMAGES_MESSAGE = "images beside text cannot be trained here"
 # torchtune's names of layers -> transformers'.
-_LAYERS = {"output_proj": "o_proj"}
-_MLP = ("gate_proj", "up_proj", "down_proj")
+_LAYER_NAMES = {"output_proj": "o_proj"}
+_MLP_LAYERS = ("gate_proj", "up_proj", "down_proj")
 # A component of a data set -> its name on the hub, and fields of the source. torchtune learns the
 # prompts of the first two, too.
-_ALPACA: dict[str, object] = {"prompt": "alpaca", "train_on": "all"}
+_ALPACA_FIELDS: dict[str, object] = {"prompt": "alpaca", "train_on": "all"}
 _DATASETS: dict[str, tuple[str | None, dict[str, object]]] = {
-    "alpaca_dataset": ("tatsu-lab/alpaca", _ALPACA),
-    "alpaca_cleaned_dataset": ("yahma/alpaca-cleaned", _ALPACA),
+    "alpaca_dataset": ("tatsu-lab/alpaca", _ALPACA_FIELDS),
+    "alpaca_cleaned_dataset": ("yahma/alpaca-cleaned", _ALPACA_FIELDS),
     "chat_dataset": (None, {"messages_column": "messages"}),
     "text_completion_dataset": (None, {"text_column": "text"}),
 }
@@ -42,192 +48,246 @@ _OPTIMIZERS = {
     "bitsandbytes.optim.PagedAdamW8bit": "adamw_8bit",
     "bitsandbytes.optim.PagedAdamW": "adamw",
 }
-_SETTINGS = {"lr": "learning_rate", "weight_decay": "weight_decay", "eps": "epsilon", "betas": "betas"}  # fmt: skip
+_OPTIMIZER_SETTINGS = {
+    "lr": "learning_rate",
+    "weight_decay": "weight_decay",
+    "eps": "epsilon",
+    "betas": "betas",
+}
 
 
-def convert(draft: Draft) -> None:
+def convert_torchtune_config(draft: Draft) -> None:
     """Convert a config.
 
     Raises:
         InputError: it is no supervised training of text.
     """
-    draft.refuse(_REFUSED)
-    data = draft.pop("dataset")
-    if data is None or "optimizer" not in draft.left:
-        raise InputError(f"{draft.recipe.place.source}: {_NO_TRAINING}")
-    draft.assume("model.task", "causal-lm", "torchtune trains no other")
-    _model(draft)
-    for key, node in (("dataset", data), ("dataset_val", draft.pop("dataset_val"))):
+    draft.refuse_keys(_REFUSED_KEYS)
+    dataset_node = draft.take_key("dataset")
+    if dataset_node is None or "optimizer" not in draft.unconverted:
+        raise InputError(f"{draft.recipe_tree.location.source}: {_NO_TRAINING_MESSAGE}")
+    draft.assume_default("model.task", "causal-lm", "torchtune trains no other")
+    _convert_model(draft)
+    for key, node in (("dataset", dataset_node), ("dataset_val", draft.take_key("dataset_val"))):
         if node is not None:
-            _dataset(draft, key, node)
-    _tokenizer(draft)
-    _optimizer(draft)
-    _schedule(draft)
-    _engine(draft)
-    _sharding(draft)
-    trainer.name(draft)
-    _length(draft)
-    loss = draft.left.get("loss")
-    if loss is not None and "rlhf" in in_one_line(loss):
-        raise refused("loss", loss, _REFUSED["ref_checkpointer"])
-    draft.assume("batch.accumulation_steps", 1, "torchtune's default")
+            _convert_dataset(draft, key, node)
+    _convert_tokenizer(draft)
+    _convert_optimizer(draft)
+    _convert_schedule(draft)
+    _convert_engine_settings(draft)
+    _convert_sharding(draft)
+    trainer.convert_run_name(draft)
+    _convert_length(draft)
+    loss_node = draft.unconverted.get("loss")
+    if loss_node is not None and "rlhf" in one_line_text(loss_node):
+        raise refusal_error("loss", loss_node, _REFUSED_KEYS["ref_checkpointer"])
+    draft.assume_default("batch.accumulation_steps", 1, "torchtune's default")
 
 
-def _length(draft: Draft) -> None:
-    size = draft.pop("batch_size")
-    epochs = draft.pop("epochs")
-    most = draft.pop("max_steps_per_epoch")
-    draft.put("batch.micro_size", size, "batch_size")
-    if most is not None:
-        steps = int((number(most) or 1) * (number(epochs) or 1))
-        draft.put("train.max_steps", most, "max_steps_per_epoch", steps)
-        draft.needless("epochs", epochs, "train.max_steps has it")
+def _convert_length(draft: Draft) -> None:
+    batch_size_node = draft.take_key("batch_size")
+    epochs_node = draft.take_key("epochs")
+    max_steps_node = draft.take_key("max_steps_per_epoch")
+    draft.set_recipe_key("batch.micro_size", batch_size_node, "batch_size")
+    if max_steps_node is not None:
+        max_steps = int((number_of_node(max_steps_node) or 1) * (number_of_node(epochs_node) or 1))
+        draft.set_recipe_key("train.max_steps", max_steps_node, "max_steps_per_epoch", max_steps)
+        draft.report_needless("epochs", epochs_node, "train.max_steps has it")
     else:
-        draft.put("train.epochs", epochs, "epochs")
-    draft.move("model.lora.merge", "save_adapter_weights_only", value=False)
+        draft.set_recipe_key("train.epochs", epochs_node, "epochs")
+    draft.move_key("model.lora.merge", "save_adapter_weights_only", recipe_value=False)
 
 
-def _parts(draft: Draft, key: str) -> tuple[str, dict[str, Tree]]:
+def _take_component(draft: Draft, section_key: str) -> tuple[str, dict[str, Tree]]:
     """Remove a section; return its component's name, and its other settings that are not empty."""
-    node = draft.pop(key)
+    node = draft.take_key(section_key)
     children = dict(node.children) if node is not None else {}
     component = children.pop(_COMPONENT, None)
-    given = {str(name): child for name, child in children.items() if not is_empty(child)}
-    return "" if component is None else in_one_line(component), given
+    settings = {str(name): child for name, child in children.items() if not is_empty(child)}
+    return "" if component is None else one_line_text(component), settings
 
 
-def _drop(draft: Draft, key: str, left: dict[str, Tree]) -> None:
-    for name, node in left.items():
-        draft.drop(f"{key}.{name}", node, "no counterpart")
+def _drop_settings(draft: Draft, section_key: str, unused_settings: dict[str, Tree]) -> None:
+    for name, node in unused_settings.items():
+        draft.report_dropped(f"{section_key}.{name}", node, "no counterpart")
 
 
-def _model(draft: Draft) -> None:
+def _convert_model(draft: Draft) -> None:
     """Convert the weights' folder, and the adapters among the model's arguments."""
-    _, files = _parts(draft, "checkpointer")
-    component, given = _parts(draft, "model")
-    folder = files.get("checkpoint_dir")
+    _, checkpointer_settings = _take_component(draft, "checkpointer")
+    component, model_settings = _take_component(draft, "model")
+    folder_node = checkpointer_settings.get("checkpoint_dir")
     if "vision" in component:
-        raise InputError(f"{draft.recipe.place}: model: {component}: {_IMAGES}")
-    draft.put("model.pretrained", folder, "checkpointer.checkpoint_dir")
-    draft.put("data.tokenizer", folder, "checkpointer.checkpoint_dir")
-    kept = files.get("keep_last_n_checkpoints")
-    draft.put("checkpoint.keep", kept, "checkpointer.keep_last_n_checkpoints")
-    layers = given.pop("lora_attn_modules", None)
-    if layers is not None:
-        names = [_LAYERS.get(each, each) for each in layers.plain()]
-        names += _MLP if given.pop("apply_lora_to_mlp", None) else ()
-        names += ["lm_head"] if given.pop("apply_lora_to_output", None) else []
-        draft.put("model.lora.target_modules", layers, "model.lora_attn_modules", names)
-        for key, ours in (("rank", "r"), ("alpha", "alpha"), ("dropout", "dropout")):
-            draft.put(f"model.lora.{ours}", given.pop(f"lora_{key}", None), f"model.lora_{key}")
+        raise InputError(f"{draft.recipe_tree.location}: model: {component}: {_IMAGES_MESSAGE}")
+    draft.set_recipe_key("model.pretrained", folder_node, "checkpointer.checkpoint_dir")
+    draft.set_recipe_key("data.tokenizer", folder_node, "checkpointer.checkpoint_dir")
+    keep_node = checkpointer_settings.get("keep_last_n_checkpoints")
+    draft.set_recipe_key("checkpoint.keep", keep_node, "checkpointer.keep_last_n_checkpoints")
+    attention_layers_node = model_settings.pop("lora_attn_modules", None)
+    if attention_layers_node is not None:
+        module_names = [
+            _LAYER_NAMES.get(layer_name, layer_name)
+            for layer_name in attention_layers_node.plain_value()
+        ]
+        module_names += _MLP_LAYERS if model_settings.pop("apply_lora_to_mlp", None) else ()
+        module_names += ["lm_head"] if model_settings.pop("apply_lora_to_output", None) else []
+        draft.set_recipe_key(
+            "model.lora.target_modules",
+            attention_layers_node,
+            "model.lora_attn_modules",
+            module_names,
+        )
+        for key, lora_field in (("rank", "r"), ("alpha", "alpha"), ("dropout", "dropout")):
+            draft.set_recipe_key(
+                f"model.lora.{lora_field}",
+                model_settings.pop(f"lora_{key}", None),
+                f"model.lora_{key}",
+            )
         if ".qlora_" in component:
-            draft.drop(f"model.{_COMPONENT}", layers, "the base weights are not quantized")
-    _drop(draft, "model", given)
+            draft.report_dropped(
+                f"model.{_COMPONENT}", attention_layers_node, "the base weights are not quantized"
+            )
+    _drop_settings(draft, "model", model_settings)
 
 
-def _dataset(draft: Draft, key: str, node: Tree) -> None:
+def _convert_dataset(draft: Draft, section_key: str, node: Tree) -> None:
     """Convert a data set: a component of torchtune, with its arguments."""
-    given = {str(name): child for name, child in node.children.items() if not is_empty(child)}
-    component = in_one_line(given.pop(_COMPONENT, node)).rpartition(".")[2]
-    hub, fields = _DATASETS.get(component, (None, {}))
-    name = in_one_line(given.pop("source")) if "source" in given else hub
-    if component not in _DATASETS or name is None:
-        raise refused(key, node, "its component is none of " + ", ".join(_DATASETS))
-    packed = given.pop("packed", None)
-    split = given.pop("split", None)
-    files = given.pop("data_files", None)
-    source: dict[str, object] = {"format": "hub", "name": name, **fields}
-    source |= {"split": in_one_line(split)} if split is not None else {}
-    source |= {"files": [in_one_line(files)]} if files is not None else {}
-    why = (
+    settings = {
+        str(hub_name): child for hub_name, child in node.children.items() if not is_empty(child)
+    }
+    component = one_line_text(settings.pop(_COMPONENT, node)).rpartition(".")[2]
+    default_hub_name, fields = _DATASETS.get(component, (None, {}))
+    hub_name = one_line_text(settings.pop("source")) if "source" in settings else default_hub_name
+    if component not in _DATASETS or hub_name is None:
+        raise refusal_error(section_key, node, "its component is none of " + ", ".join(_DATASETS))
+    packed_node = settings.pop("packed", None)
+    split_node = settings.pop("split", None)
+    files_node = settings.pop("data_files", None)
+    source: dict[str, object] = {"format": "hub", "name": hub_name, **fields}
+    source |= {"split": one_line_text(split_node)} if split_node is not None else {}
+    source |= {"files": [one_line_text(files_node)]} if files_node is not None else {}
+    remark = (
         "" if "text_column" in fields else "torchtune writes the model's marks of a chat around it"
     )
-    draft.put("data.train" if key == "dataset" else "data.evaluation", node, key, source, why)
-    if packed is not None and "text_column" in fields:
-        draft.needless(f"{key}.packed", packed, "text is always packed")
-    elif packed is not None and key == "dataset":
-        draft.put("data.packing", packed, "dataset.packed")
-    _drop(draft, key, given)
+    draft.set_recipe_key(
+        "data.train" if section_key == "dataset" else "data.evaluation",
+        node,
+        section_key,
+        source,
+        remark,
+    )
+    if packed_node is not None and "text_column" in fields:
+        draft.report_needless(f"{section_key}.packed", packed_node, "text is always packed")
+    elif packed_node is not None and section_key == "dataset":
+        draft.set_recipe_key("data.packing", packed_node, "dataset.packed")
+    _drop_settings(draft, section_key, settings)
 
 
-def _tokenizer(draft: Draft) -> None:
-    _, given = _parts(draft, "tokenizer")
-    draft.put("data.sequence_length", given.pop("max_seq_len", None), "tokenizer.max_seq_len")
-    draft.assume(
+def _convert_tokenizer(draft: Draft) -> None:
+    _, settings = _take_component(draft, "tokenizer")
+    draft.set_recipe_key(
+        "data.sequence_length", settings.pop("max_seq_len", None), "tokenizer.max_seq_len"
+    )
+    draft.assume_default(
         "data.sequence_length", 2048, "torchtune cuts nothing by itself; longer samples are cut"
     )
     # Files of the folder of weights, which has the same tokenizer in transformers' form.
-    for name, node in given.items():
-        if re.search("path|file", name) and Path(in_one_line(node)).name:
-            draft.needless(f"tokenizer.{name}", node, "data.tokenizer is the folder of the weights")
+    for setting_name, node in settings.items():
+        if re.search("path|file", setting_name) and Path(one_line_text(node)).name:
+            draft.report_needless(
+                f"tokenizer.{setting_name}", node, "data.tokenizer is the folder of the weights"
+            )
         else:
-            draft.drop(f"tokenizer.{name}", node, "no counterpart")
+            draft.report_dropped(f"tokenizer.{setting_name}", node, "no counterpart")
 
 
-def _optimizer(draft: Draft) -> None:
-    node = draft.left["optimizer"]
-    component, given = _parts(draft, "optimizer")
-    ours = _OPTIMIZERS.get(component)
-    fused = given.pop("fused", None)
-    why = "" if ours else "another optimizer: there is none of that name here"
-    why = "with its state not paged" if "Paged" in component else why
-    chosen = "fused_adam" if fused is not None and ours == "adamw" else ours or "adamw"
-    draft.put("optimizer.name", node, f"optimizer.{_COMPONENT}", chosen, why)
-    for theirs, field in _SETTINGS.items():
-        draft.put(f"optimizer.{field}", given.pop(theirs, None), f"optimizer.{theirs}")
-    _drop(draft, "optimizer", given)
+def _convert_optimizer(draft: Draft) -> None:
+    node = draft.unconverted["optimizer"]
+    component, settings = _take_component(draft, "optimizer")
+    recipe_optimizer = _OPTIMIZERS.get(component)
+    fused_node = settings.pop("fused", None)
+    remark = "" if recipe_optimizer else "another optimizer: there is none of that name here"
+    remark = "with its state not paged" if "Paged" in component else remark
+    optimizer_name = (
+        "fused_adam"
+        if fused_node is not None and recipe_optimizer == "adamw"
+        else recipe_optimizer or "adamw"
+    )
+    draft.set_recipe_key("optimizer.name", node, f"optimizer.{_COMPONENT}", optimizer_name, remark)
+    for config_field, recipe_field in _OPTIMIZER_SETTINGS.items():
+        draft.set_recipe_key(
+            f"optimizer.{recipe_field}",
+            settings.pop(config_field, None),
+            f"optimizer.{config_field}",
+        )
+    _drop_settings(draft, "optimizer", settings)
 
 
-def _schedule(draft: Draft) -> None:
-    node = draft.left.get("lr_scheduler")
-    component, given = _parts(draft, "lr_scheduler")
+def _convert_schedule(draft: Draft) -> None:
+    node = draft.unconverted.get("lr_scheduler")
+    component, settings = _take_component(draft, "lr_scheduler")
     if node is None or not component:
-        return draft.assume("schedule.name", "constant", "torchtune's default")
-    ours = "cosine" if "cosine" in component else "linear"
-    why = "" if ours == "cosine" else "another schedule: there is none of that name here"
-    draft.put("schedule.name", node, f"lr_scheduler.{_COMPONENT}", ours, why)
-    draft.put(
+        return draft.assume_default("schedule.name", "constant", "torchtune's default")
+    schedule_name = "cosine" if "cosine" in component else "linear"
+    remark = (
+        "" if schedule_name == "cosine" else "another schedule: there is none of that name here"
+    )
+    draft.set_recipe_key("schedule.name", node, f"lr_scheduler.{_COMPONENT}", schedule_name, remark)
+    draft.set_recipe_key(
         "schedule.warmup_steps",
-        given.pop("num_warmup_steps", None),
+        settings.pop("num_warmup_steps", None),
         "lr_scheduler.num_warmup_steps",
     )
-    return _drop(draft, "lr_scheduler", given)
+    return _drop_settings(draft, "lr_scheduler", settings)
 
 
-def _engine(draft: Draft) -> None:
+def _convert_engine_settings(draft: Draft) -> None:
     """Convert precision, compiler, memory and logs."""
-    draft.move("precision", "dtype")
-    trainer.offloading(draft, "enable_activation_offloading")
-    draft.move("engine.name", "compile", "inductor")
-    where, given = _parts(draft, "metric_logger")
-    tracker = next((each for each in ("wandb", "tensorboard") if each in where.lower()), None)
-    if tracker is not None:
-        draft.assume("log.trackers", [tracker], where)
-    draft.put("log.project", given.pop("project", None), "metric_logger.project")
-    profiler = draft.pop("profiler")
-    if profiler is not None:
-        enabled = profiler.find(("enabled",))
-        on = enabled is not None and not is_empty(enabled)
-        (draft.drop if on else draft.needless)("profiler", profiler, "log.profile_steps profiles")
-    draft.drop("quantizer", draft.pop("quantizer"), "there is no quantized training")
+    draft.move_key("precision", "dtype")
+    trainer.convert_activation_offload(draft, "enable_activation_offloading")
+    draft.move_key("engine.name", "compile", "inductor")
+    logger_component, settings = _take_component(draft, "metric_logger")
+    logged_tracker = next(
+        (
+            tracker_name
+            for tracker_name in ("wandb", "tensorboard")
+            if tracker_name in logger_component.lower()
+        ),
+        None,
+    )
+    if logged_tracker is not None:
+        draft.assume_default("log.trackers", [logged_tracker], logger_component)
+    draft.set_recipe_key("log.project", settings.pop("project", None), "metric_logger.project")
+    profiler_node = draft.take_key("profiler")
+    if profiler_node is not None:
+        enabled = profiler_node.find_subtree(("enabled",))
+        is_enabled = enabled is not None and not is_empty(enabled)
+        (draft.report_dropped if is_enabled else draft.report_needless)(
+            "profiler", profiler_node, "log.profile_steps profiles"
+        )
+    draft.report_dropped("quantizer", draft.take_key("quantizer"), "there is no quantized training")
 
 
-def _sharding(draft: Draft) -> None:
-    moved = draft.pop("fsdp_cpu_offload")
-    layers = draft.pop("custom_sharded_layers")
-    if moved is not None or layers is not None:
-        sharding.shard(draft, 3, "torchtune's FSDP")
-    if moved is not None:
+def _convert_sharding(draft: Draft) -> None:
+    offload_node = draft.take_key("fsdp_cpu_offload")
+    layers_node = draft.take_key("custom_sharded_layers")
+    if offload_node is not None or layers_node is not None:
+        sharding.assume_zero_stage(draft, 3, "torchtune's FSDP")
+    if offload_node is not None:
         offload = {"optimizer": "cpu", "parameters": "cpu"}
-        draft.put("zero.offload", moved, "fsdp_cpu_offload", offload)
-    draft.needless("custom_sharded_layers", layers, "zero.stage 3 shards all layers")
-    plan = draft.pop("tensor_parallel_plan")
-    if draft.value("tensor_parallel_dim") in (None, 1):
-        draft.needless("tensor_parallel_plan", plan, "tensor_parallel_dim is 1: no parallelism")
+        draft.set_recipe_key("zero.offload", offload_node, "fsdp_cpu_offload", offload)
+    draft.report_needless("custom_sharded_layers", layers_node, "zero.stage 3 shards all layers")
+    parallel_plan_node = draft.take_key("tensor_parallel_plan")
+    if draft.config_value("tensor_parallel_dim") in (None, 1):
+        draft.report_needless(
+            "tensor_parallel_plan", parallel_plan_node, "tensor_parallel_dim is 1: no parallelism"
+        )
     else:
-        draft.drop("tensor_parallel_plan", plan, "there is no tensor parallelism")
-    fsdp = draft.pop("fsdp")
-    if fsdp is not None and fsdp.plain() == {"cpu_offload": False}:
-        draft.needless("fsdp", fsdp, "nothing is offloaded by itself")
+        draft.report_dropped(
+            "tensor_parallel_plan", parallel_plan_node, "there is no tensor parallelism"
+        )
+    fsdp_node = draft.take_key("fsdp")
+    if fsdp_node is not None and fsdp_node.plain_value() == {"cpu_offload": False}:
+        draft.report_needless("fsdp", fsdp_node, "nothing is offloaded by itself")
     else:
-        draft.drop("fsdp", fsdp, "give zero.offload")
+        draft.report_dropped("fsdp", fsdp_node, "give zero.offload")

@@ -12,7 +12,13 @@ from pathlib import Path
 
 from ortlaunch.model_tasks import MODEL_TASKS, ModelTask
 from ortlaunch.other_tools import deepspeed, intervals, sharding, trl
-from ortlaunch.other_tools.draft import Draft, in_one_line, null, number, tree_of
+from ortlaunch.other_tools.draft import (
+    Draft,
+    null_at_node,
+    number_of_node,
+    one_line_text,
+    tree_at_node,
+)
 from ortlaunch.recipe.text.tree import Tree
 
 # Trainer's name -> the recipe's, and how the meaning differs.
@@ -25,7 +31,7 @@ SCHEDULES = {
     "cosine_with_min_lr": ("cosine", ""),
     "warmup_stable_decay": ("wsd", "the decay's length is schedule.decay_ratio"),
 }
-_OTHER_SCALE = "torch's Muon with AdamW's scale of the rate; the tool has its own"
+_MUON_SCALE_REMARK = "torch's Muon with AdamW's scale of the rate; the tool has its own"
 OPTIMIZERS = {
     **dict.fromkeys(("adamw_torch", "adamw_hf", "adamw"), ("adamw", "")),
     **dict.fromkeys(
@@ -37,7 +43,7 @@ OPTIMIZERS = {
     **dict.fromkeys(
         ("paged_adamw_8bit", "paged_adamw_bnb_8bit"), ("adamw_8bit", "with its state not paged")
     ),
-    "muon": ("muon", _OTHER_SCALE),
+    "muon": ("muon", _MUON_SCALE_REMARK),
 }
 # Trainer's defaults. Intervals of logs and checkpoints keep the recipe's defaults.
 _DEFAULTS = {
@@ -56,290 +62,349 @@ FORMATS = {
 }
 
 
-def convert(draft: Draft) -> None:
+def convert_trainer_config(draft: Draft) -> None:
     """Convert arguments of Trainer, with those of an example script or of TRL's SFTTrainer."""
     # First, because TRL's defaults must precede Trainer's.
-    if trl.is_sft(draft):
-        trl.convert(draft)
-    _task(draft)
-    model(draft)
-    _data(draft)
-    training(draft)
-    defaults(draft, "Trainer's")
+    if trl.is_sft_config(draft):
+        trl.convert_sft_keys(draft)
+    _assume_task(draft)
+    convert_model(draft)
+    _convert_data(draft)
+    convert_training_arguments(draft)
+    assume_defaults(draft, "Trainer's")
 
 
-def training(draft: Draft) -> None:
+def convert_training_arguments(draft: Draft) -> None:
     """Convert the arguments that all tools on top of Trainer share."""
-    optimizer(draft, "optim")
-    schedule(draft, "lr_scheduler_type")
-    precision(draft)
-    _clipping(draft)
-    _recomputation(draft)
-    compiled = draft.pop("torch_compile")
-    if draft.recipe.find(("model", "offload_activations")) is not None:
-        draft.drop("torch_compile", compiled, "engine eager alone has model.offload_activations")
+    convert_optimizer(draft, "optim")
+    convert_schedule(draft, "lr_scheduler_type")
+    convert_precision(draft)
+    _convert_clipping(draft)
+    _convert_recomputation(draft)
+    compile_node = draft.take_key("torch_compile")
+    if draft.recipe_tree.find_subtree(("model", "offload_activations")) is not None:
+        draft.report_dropped(
+            "torch_compile", compile_node, "engine eager alone has model.offload_activations"
+        )
     else:
-        draft.put("engine.name", compiled, "torch_compile", "inductor")
-    _grouping(draft)
+        draft.set_recipe_key("engine.name", compile_node, "torch_compile", "inductor")
+    _convert_length_grouping(draft)
     for key in ("use_cpu", "no_cuda"):
-        draft.move("launch.device", key, "cpu")
-    name(draft)
-    trackers(draft)
-    intervals.convert(draft)
-    draft.leave_out(
+        draft.move_key("launch.device", key, "cpu")
+    convert_run_name(draft)
+    convert_trackers(draft)
+    intervals.convert_intervals(draft)
+    draft.report_if_needless(
         "log_level", "it is of Trainer's own lines; engine.log_level is of ONNX Runtime's"
     )
-    config = draft.pop("deepspeed")
-    if config is not None:
-        deepspeed.beside(draft, config)
-    sharding.fsdp(draft)
-    _whole_states(draft)
+    deepspeed_node = draft.take_key("deepspeed")
+    if deepspeed_node is not None:
+        deepspeed.convert_inner_deepspeed_config(draft, deepspeed_node)
+    sharding.convert_fsdp_keys(draft)
+    _replace_sharded_optimizer(draft)
 
 
-def _whole_states(draft: Draft) -> None:
+def _replace_sharded_optimizer(draft: Draft) -> None:
     """Replace an optimizer that updates whole tensors, or ZeRO, which splits them."""
-    node = draft.recipe.find(("optimizer", "name"))
-    if node is not None and node.scalar == "muon" and draft.expected("zero.stage"):
-        draft.put(
+    node = draft.recipe_tree.find_subtree(("optimizer", "name"))
+    if node is not None and node.scalar == "muon" and draft.expected_recipe_value("zero.stage"):
+        draft.set_recipe_key(
             "zero.stage",
             node,
             "optimizer",
             0,
             "Muon updates whole tensors, so they are not sharded",
         )
-    if node is not None and node.scalar == "adamw_8bit" and draft.expected("zero.stage"):
-        draft.recipe = draft.recipe.put(("optimizer", "name"), tree_of("adamw", node))
-        draft.alter("optimizer", node, "optimizer.name: adamw; ZeRO splits the tensors of 8 bits")
+    if (
+        node is not None
+        and node.scalar == "adamw_8bit"
+        and draft.expected_recipe_value("zero.stage")
+    ):
+        draft.recipe_tree = draft.recipe_tree.set_subtree(
+            ("optimizer", "name"), tree_at_node("adamw", node)
+        )
+        draft.report_altered(
+            "optimizer", node, "optimizer.name: adamw; ZeRO splits the tensors of 8 bits"
+        )
 
 
-def _task(draft: Draft) -> None:
+def _assume_task(draft: Draft) -> None:
     # Tasks of run_glue and run_ner; all others classify sequences.
-    of_glue = {
+    task_by_dataset = {
         "stsb": "sequence-regression",
         **dict.fromkeys(("ner", "pos", "chunk"), "token-classification"),
     }
-    named = of_glue.get(str(draft.value("task_name")).lower(), "sequence-classification")
-    for key, task in {
+    named_task = task_by_dataset.get(
+        str(draft.config_value("task_name")).lower(), "sequence-classification"
+    )
+    for key, task_name in {
         "mlm_probability": "masked-lm",
         "block_size": "causal-lm",
-        "task_name": named,
+        "task_name": named_task,
     }.items():
-        if draft.value(key) is not None:
-            return draft.assume("model.task", task, f"{key} is of that task's script")
+        if draft.config_value(key) is not None:
+            return draft.assume_default("model.task", task_name, f"{key} is of that task's script")
     return None
 
 
-def model(draft: Draft) -> None:
+def convert_model(draft: Draft) -> None:
     """Convert the model, its tokenizer and its config."""
-    source = draft.pop("model_name_or_path")
-    tokenizer = draft.pop("tokenizer_name")
-    kind, changes, revision = (
-        draft.pop(key) for key in ("model_type", "config_overrides", "model_revision")
+    model_node = draft.take_key("model_name_or_path")
+    tokenizer_node = draft.take_key("tokenizer_name")
+    type_node, overrides_node, revision_node = (
+        draft.take_key(key) for key in ("model_type", "config_overrides", "model_revision")
     )
-    given = in_one_line(revision) if revision is not None else "main"
-    pinned = f"{in_one_line(source)}@{given}" if source is not None and given != "main" else None
-    draft.put("model.pretrained", source, "model_name_or_path", pinned)
-    if tokenizer is not None:
-        draft.put("data.tokenizer", tokenizer, "tokenizer_name")
+    revision_name = one_line_text(revision_node) if revision_node is not None else "main"
+    pinned_source = (
+        f"{one_line_text(model_node)}@{revision_name}"
+        if model_node is not None and revision_name != "main"
+        else None
+    )
+    draft.set_recipe_key("model.pretrained", model_node, "model_name_or_path", pinned_source)
+    if tokenizer_node is not None:
+        draft.set_recipe_key("data.tokenizer", tokenizer_node, "tokenizer_name")
     else:
-        draft.put("data.tokenizer", source, "model_name_or_path", pinned)
-    draft.needless("model_revision", revision, "model.pretrained has it")
-    if source is None:
-        draft.put("model.config.model_type", kind, "model_type")
+        draft.set_recipe_key("data.tokenizer", model_node, "model_name_or_path", pinned_source)
+    draft.report_needless("model_revision", revision_node, "model.pretrained has it")
+    if model_node is None:
+        draft.set_recipe_key("model.config.model_type", type_node, "model_type")
     else:
-        draft.needless("model_type", kind, "the pretrained model's config says it")
-    if changes is not None:
-        _config(draft, changes)
+        draft.report_needless("model_type", type_node, "the pretrained model's config says it")
+    if overrides_node is not None:
+        _convert_config_overrides(draft, overrides_node)
 
 
-def _config(draft: Draft, node: Tree) -> None:
+def _convert_config_overrides(draft: Draft, node: Tree) -> None:
     """Convert run_clm's `config_overrides`, such as `n_embd=10,resid_pdrop=0.2`."""
     for pair in str(node.scalar).split(","):
-        field, _, text = pair.partition("=")
+        field_name, _, value_text = pair.partition("=")
         try:
             # Python's True and False in lower case are JSON's.
-            value = json.loads(text.lower())
+            value = json.loads(value_text.lower())
         except ValueError:
-            value = text
-        draft.put(f"model.config.{field.strip()}", node, f"config_overrides {field.strip()}", value)
+            value = value_text
+        draft.set_recipe_key(
+            f"model.config.{field_name.strip()}",
+            node,
+            f"config_overrides {field_name.strip()}",
+            value,
+        )
 
 
-def _data(draft: Draft) -> None:
-    for key, part in (("train_file", "train"), ("validation_file", "evaluation")):
-        node = draft.pop(key)
+def _convert_data(draft: Draft) -> None:
+    for key, recipe_part in (("train_file", "train"), ("validation_file", "evaluation")):
+        node = draft.take_key(key)
         if node is not None:
-            files(draft, key, node, part)
-    held_out(draft, "validation_split_percentage", 100)
-    hub = draft.pop("dataset_name")
-    subset = draft.pop("dataset_config_name")
-    if hub is not None:
-        draft.put("data.train", hub, "dataset_name", {"format": "hub", "name": hub.scalar})
-    draft.put("data.train.subset", subset, "dataset_config_name")
-    draft.drop(
+            convert_data_file(draft, key, node, recipe_part)
+    convert_held_out_part(draft, "validation_split_percentage", 100)
+    hub_node = draft.take_key("dataset_name")
+    subset_node = draft.take_key("dataset_config_name")
+    if hub_node is not None:
+        draft.set_recipe_key(
+            "data.train", hub_node, "dataset_name", {"format": "hub", "name": hub_node.scalar}
+        )
+    draft.set_recipe_key("data.train.subset", subset_node, "dataset_config_name")
+    draft.report_dropped(
         "line_by_line",
-        draft.pop("line_by_line"),
+        draft.take_key("line_by_line"),
         "text is cut into windows of data.sequence_length, not a sample a line",
     )
 
 
-def files(draft: Draft, key: str, node: Tree, part: str) -> None:
+def convert_data_file(draft: Draft, config_key: str, node: Tree, recipe_part: str) -> None:
     """Convert a data file, whose suffix determines the format."""
-    form = FORMATS.get(Path(str(node.scalar)).suffix)
-    if form is None:
-        return draft.drop(
-            key, node, f"its format is none of text, jsonl, csv and parquet; give data.{part}"
+    file_format = FORMATS.get(Path(str(node.scalar)).suffix)
+    if file_format is None:
+        return draft.report_dropped(
+            config_key,
+            node,
+            f"its format is none of text, jsonl, csv and parquet; give data.{recipe_part}",
         )
-    why = (
+    remark = (
         "a file of one JSON array must become one of a row a line"
         if str(node.scalar).endswith(".json")
         else ""
     )
-    return draft.put(f"data.{part}", node, key, {"format": form, "path": node.scalar}, why)
+    return draft.set_recipe_key(
+        f"data.{recipe_part}",
+        node,
+        config_key,
+        {"format": file_format, "path": node.scalar},
+        remark,
+    )
 
 
-def held_out(draft: Draft, key: str, whole: int = 1) -> None:
-    """Convert a part of the training data that is held out; below `whole` it is a share."""
-    node = draft.pop(key)
-    size = number(node)
-    if not size:
-        draft.needless(key, node, "nothing is held out by itself")
+def convert_held_out_part(draft: Draft, config_key: str, share_limit: int = 1) -> None:
+    """Convert a part of the training data that is held out; below `share_limit` it is a share."""
+    node = draft.take_key(config_key)
+    held_out_size = number_of_node(node)
+    if not held_out_size:
+        draft.report_needless(config_key, node, "nothing is held out by itself")
     else:
-        part = {"share": size / whole} if size < whole else {"samples": round(size)}
-        draft.put("data.evaluation", node, key, part)
+        evaluation_part = (
+            {"share": held_out_size / share_limit}
+            if held_out_size < share_limit
+            else {"samples": round(held_out_size)}
+        )
+        draft.set_recipe_key("data.evaluation", node, config_key, evaluation_part)
 
 
-def optimizer(draft: Draft, key: str) -> None:
+def convert_optimizer(draft: Draft, config_key: str) -> None:
     """Convert the optimizer's name, and Adam's betas."""
-    node = draft.pop(key)
+    node = draft.take_key(config_key)
     if node is not None:
-        ours, why = OPTIMIZERS.get(
+        recipe_optimizer, remark = OPTIMIZERS.get(
             str(node.scalar).replace("OptimizerNames.", "").lower(), ("adamw", "")
         )
         if str(node.scalar).lower() not in OPTIMIZERS:
             # bitsandbytes' optimizers: the same algorithm with a quantized state.
-            eight = re.search("8bit|4bit|paged", str(node.scalar))
-            why = (
+            has_quantized_state = re.search("8bit|4bit|paged", str(node.scalar))
+            remark = (
                 "with its state in 32 bits"
-                if eight
+                if has_quantized_state
                 else "another optimizer: there is none of that name here"
             )
-        draft.put("optimizer.name", node, key, ours, why)
-    draft.move("optimizer.name", "use_muon", "muon", _OTHER_SCALE)
-    ratio = draft.pop("loraplus_lr_ratio")
-    rate = number(draft.left.get("learning_rate")) or draft.expected("optimizer.learning_rate")
-    if ratio is not None and rate:
+        draft.set_recipe_key("optimizer.name", node, config_key, recipe_optimizer, remark)
+    draft.move_key("optimizer.name", "use_muon", "muon", _MUON_SCALE_REMARK)
+    ratio_node = draft.take_key("loraplus_lr_ratio")
+    learning_rate = number_of_node(
+        draft.unconverted.get("learning_rate")
+    ) or draft.expected_recipe_value("optimizer.learning_rate")
+    if ratio_node is not None and learning_rate:
         # LoRA+: the second matrix of each adapter learns faster.
-        faster = [{"match": "*lora_B*", "learning_rate": rate * (number(ratio) or 1)}]
-        draft.put("optimizer.groups", ratio, "loraplus_lr_ratio", faster)
-    first = draft.pop("adam_beta1")
-    second = draft.pop("adam_beta2")
-    given = first or second
-    if given is not None:
-        betas = [usual if node is None else node for node, usual in ((first, 0.9), (second, 0.999))]
-        draft.put("optimizer.betas", given, "adam_beta1, adam_beta2", betas)
+        optimizer_groups = [
+            {
+                "match": "*lora_B*",
+                "learning_rate": learning_rate * (number_of_node(ratio_node) or 1),
+            }
+        ]
+        draft.set_recipe_key("optimizer.groups", ratio_node, "loraplus_lr_ratio", optimizer_groups)
+    beta1_node = draft.take_key("adam_beta1")
+    beta2_node = draft.take_key("adam_beta2")
+    beta_node = beta1_node or beta2_node
+    if beta_node is not None:
+        betas = [
+            default_beta if node is None else node
+            for node, default_beta in ((beta1_node, 0.9), (beta2_node, 0.999))
+        ]
+        draft.set_recipe_key("optimizer.betas", beta_node, "adam_beta1, adam_beta2", betas)
 
 
-def schedule(draft: Draft, key: str) -> None:
+def convert_schedule(draft: Draft, config_key: str) -> None:
     """Convert decay and warm-up of the learning rate."""
-    node = draft.pop(key)
-    extra = draft.pop("lr_scheduler_kwargs")
-    kind = str(node.scalar) if node is not None else "linear"
-    ratio = draft.pop("warmup_ratio")
-    steps = draft.pop("warmup_steps")
-    _warmup(draft, kind, ratio, steps)
-    if kind == "constant":
-        draft.put("schedule.name", node, key)
-    elif kind in SCHEDULES:
-        ours, why = SCHEDULES[kind]
-        draft.put("schedule.name", node, key, ours, why)
+    node = draft.take_key(config_key)
+    kwargs_node = draft.take_key("lr_scheduler_kwargs")
+    schedule_type = str(node.scalar) if node is not None else "linear"
+    ratio_node = draft.take_key("warmup_ratio")
+    steps_node = draft.take_key("warmup_steps")
+    _convert_warmup(draft, schedule_type, ratio_node, steps_node)
+    if schedule_type == "constant":
+        draft.set_recipe_key("schedule.name", node, config_key)
+    elif schedule_type in SCHEDULES:
+        recipe_schedule, remark = SCHEDULES[schedule_type]
+        draft.set_recipe_key("schedule.name", node, config_key, recipe_schedule, remark)
     else:
-        draft.put(
+        draft.set_recipe_key(
             "schedule.name",
             node,
-            key,
+            config_key,
             "linear",
             "another schedule: there is none of that name here",
         )
-    if extra is not None:
-        _least(draft, extra)
+    if kwargs_node is not None:
+        _convert_minimum_rate(draft, kwargs_node)
 
 
-def _warmup(draft: Draft, kind: str, ratio: Tree | None, steps: Tree | None) -> None:
+def _convert_warmup(
+    draft: Draft, schedule_type: str, ratio_node: Tree | None, steps_node: Tree | None
+) -> None:
     """Convert the warm-up; as in Trainer, steps take precedence over a ratio."""
     # In Trainer, steps below 1 are a ratio.
-    value = number(steps)
-    if steps is not None and value == 0:
-        draft.needless("warmup_steps", steps, "there is none by itself")
-        steps = None
-    for key, node in (("warmup_steps", steps), ("warmup_ratio", ratio)):
-        if kind == "constant":
-            draft.needless(
-                key,
+    step_count = number_of_node(steps_node)
+    if steps_node is not None and step_count == 0:
+        draft.report_needless("warmup_steps", steps_node, "there is none by itself")
+        steps_node = None
+    for config_key, node in (("warmup_steps", steps_node), ("warmup_ratio", ratio_node)):
+        if schedule_type == "constant":
+            draft.report_needless(
+                config_key,
                 node,
                 "of no effect there: Trainer's `constant` has no warm-up, whatever is given",
             )
-        elif key == "warmup_ratio" and steps is not None:
-            draft.needless(key, node, "of no effect there: warmup_steps comes first")
-        elif key == "warmup_steps" and (value is None or value >= 1):
-            draft.put(
+        elif config_key == "warmup_ratio" and steps_node is not None:
+            draft.report_needless(config_key, node, "of no effect there: warmup_steps comes first")
+        elif config_key == "warmup_steps" and (step_count is None or step_count >= 1):
+            draft.set_recipe_key(
                 "schedule.warmup_steps",
                 node,
-                key,
-                int(value) if value and float(value).is_integer() else None,
+                config_key,
+                int(step_count) if step_count and float(step_count).is_integer() else None,
             )
         else:
-            draft.put("schedule.warmup_ratio", node, key)
+            draft.set_recipe_key("schedule.warmup_ratio", node, config_key)
 
 
-def _least(draft: Draft, extra: Tree) -> None:
+def _convert_minimum_rate(draft: Draft, kwargs_node: Tree) -> None:
     """Convert the minimum of a cosine, which Trainer gives as a rate or as a share of the rate."""
-    least = number(extra.find(("min_lr",)))
-    rate = number(draft.left.get("learning_rate"))
-    rate = rate or draft.expected("optimizer.learning_rate") or _DEFAULTS["optimizer.learning_rate"]
-    ratio = number(extra.find(("min_lr_rate",)))
-    if ratio is None and least is not None:
-        ratio = least / rate
-    others = [
+    minimum_rate = number_of_node(kwargs_node.find_subtree(("min_lr",)))
+    learning_rate = number_of_node(draft.unconverted.get("learning_rate"))
+    learning_rate = (
+        learning_rate
+        or draft.expected_recipe_value("optimizer.learning_rate")
+        or _DEFAULTS["optimizer.learning_rate"]
+    )
+    minimum_ratio = number_of_node(kwargs_node.find_subtree(("min_lr_rate",)))
+    if minimum_ratio is None and minimum_rate is not None:
+        minimum_ratio = minimum_rate / learning_rate
+    other_settings = [
         str(name)
-        for name in extra.children
-        if ratio is None or name not in ("min_lr", "min_lr_rate")
+        for name in kwargs_node.children
+        if minimum_ratio is None or name not in ("min_lr", "min_lr_rate")
     ]
-    if ratio is not None:
+    if minimum_ratio is not None:
         # Rounded, so that 5e-6 / 5e-5 is written as 0.1.
-        draft.put("schedule.minimum_ratio", extra, "lr_scheduler_kwargs", round(ratio, 9))
-    if others:
-        draft.drop("lr_scheduler_kwargs", extra, f"of these, not {', '.join(others)}")
+        draft.set_recipe_key(
+            "schedule.minimum_ratio", kwargs_node, "lr_scheduler_kwargs", round(minimum_ratio, 9)
+        )
+    if other_settings:
+        draft.report_dropped(
+            "lr_scheduler_kwargs", kwargs_node, f"of these, not {', '.join(other_settings)}"
+        )
 
 
-def precision(draft: Draft) -> None:
+def convert_precision(draft: Draft) -> None:
     """Convert bf16 or fp16, and the precision of float32 matmuls.
 
     In the other tool `auto` uses bf16 if the hardware has it.
     """
-    for kind in ("bf16", "fp16"):
-        why = "with auto, that tool would detect it" if draft.value(kind) == "auto" else ""
-        draft.move("precision", kind, kind, why)
-    exact = draft.pop("tf32")
+    for precision_name in ("bf16", "fp16"):
+        remark = (
+            "with auto, that tool would detect it"
+            if draft.config_value(precision_name) == "auto"
+            else ""
+        )
+        draft.move_key("precision", precision_name, precision_name, remark)
+    tf32_node = draft.take_key("tf32")
     # tf32 affects only float32 matmuls, so not a training in bf16 or fp16.
-    if draft.recipe.find(("precision",)) is None:
-        draft.put("engine.matmul_precision", exact, "tf32", "high")
+    if draft.recipe_tree.find_subtree(("precision",)) is None:
+        draft.set_recipe_key("engine.matmul_precision", tf32_node, "tf32", "high")
     else:
-        draft.needless("tf32", exact, "products are in the precision of the passes")
+        draft.report_needless("tf32", tf32_node, "products are in the precision of the passes")
 
 
-def _clipping(draft: Draft) -> None:
+def _convert_clipping(draft: Draft) -> None:
     """Convert a maximal gradient norm of 0, which turns clipping off in Trainer."""
-    if number(draft.left.get("max_grad_norm")) == 0:
-        node = draft.left.pop("max_grad_norm")
-        draft.put("train.max_grad_norm", node, "max_grad_norm", null(node))
+    if number_of_node(draft.unconverted.get("max_grad_norm")) == 0:
+        node = draft.unconverted.pop("max_grad_norm")
+        draft.set_recipe_key("train.max_grad_norm", node, "max_grad_norm", null_at_node(node))
 
 
-def _recomputation(draft: Draft) -> None:
+def _convert_recomputation(draft: Draft) -> None:
     """Convert gradient checkpointing with a name, such as Axolotl's `unsloth` and `offload`."""
-    node = draft.left.get("gradient_checkpointing")
+    node = draft.unconverted.get("gradient_checkpointing")
     if node is not None and isinstance(node.scalar, str) and node.scalar:
-        draft.left.pop("gradient_checkpointing")
-        draft.put(
+        draft.unconverted.pop("gradient_checkpointing")
+        draft.set_recipe_key(
             "model.gradient_checkpointing",
             node,
             "gradient_checkpointing",
@@ -348,33 +413,35 @@ def _recomputation(draft: Draft) -> None:
         )
 
 
-def offloading(draft: Draft, key: str) -> None:
+def convert_activation_offload(draft: Draft, config_key: str) -> None:
     """Convert activations in host memory, which engine eager alone has."""
-    node = draft.pop(key)
+    node = draft.take_key(config_key)
     if node is not None:
         # Another name chooses a way to copy, or a disk.
-        why = "" if node.scalar is True else "in host memory, by copies that the step waits for"
-        draft.put("model.offload_activations", node, key, True, why)
-        draft.assume("engine.name", "eager", f"{key} requires it")
+        remark = "" if node.scalar is True else "in host memory, by copies that the step waits for"
+        draft.set_recipe_key("model.offload_activations", node, config_key, True, remark)
+        draft.assume_default("engine.name", "eager", f"{config_key} requires it")
 
 
-def _grouping(draft: Draft) -> None:
+def _convert_length_grouping(draft: Draft) -> None:
     """Convert batches of samples with similar length."""
-    node = draft.pop("group_by_length")
-    train = str(draft.expected("data.train"))
-    traits = MODEL_TASKS.get(str(draft.expected("model.task")), ModelTask())
-    chats = "messages_column" in train or "prompt_column" in train
-    if not traits.label and not chats:
+    node = draft.take_key("group_by_length")
+    train_source_text = str(draft.expected_recipe_value("data.train"))
+    traits = MODEL_TASKS.get(str(draft.expected_recipe_value("model.task")), ModelTask())
+    has_chats = "messages_column" in train_source_text or "prompt_column" in train_source_text
+    if not traits.label and not has_chats:
         # All windows have the same length.
-        draft.needless("group_by_length", node, "samples are windows of text, without padding")
-    elif draft.expected("engine.name") == "inductor":
-        draft.drop(
+        draft.report_needless(
+            "group_by_length", node, "samples are windows of text, without padding"
+        )
+    elif draft.expected_recipe_value("engine.name") == "inductor":
+        draft.report_dropped(
             "group_by_length",
             node,
             "inductor compiles each length: give data.bucket_lengths, up to three",
         )
     else:
-        draft.put(
+        draft.set_recipe_key(
             "data.padding",
             node,
             "group_by_length",
@@ -383,70 +450,74 @@ def _grouping(draft: Draft) -> None:
         )
 
 
-def name(draft: Draft) -> None:
+def convert_run_name(draft: Draft) -> None:
     """Convert the run's name; the command determines its folder."""
     # The first key that gives a valid name wins.
     for key in ("run_name", "wandb_name", "output_dir"):
-        node = draft.pop(key)
-        fit = (
+        node = draft.take_key(key)
+        valid_name = (
             re.sub(r"[^A-Za-z0-9._-]+", "-", Path(str(node.scalar)).name).strip("-._")[:100]
             if node is not None
             else ""
         )
-        if node is not None and fit and draft.recipe.find(("name",)) is None:
-            draft.put(
+        if node is not None and valid_name and draft.recipe_tree.find_subtree(("name",)) is None:
+            draft.set_recipe_key(
                 "name",
                 node,
                 key,
-                fit,
+                valid_name,
                 "the run's folder is given by --run-dir" if key == "output_dir" else "",
             )
         else:
-            draft.needless(key, node, "the run has a name, and --run-dir says its folder")
+            draft.report_needless(key, node, "the run has a name, and --run-dir says its folder")
 
 
-def trackers(draft: Draft) -> None:
+def convert_trackers(draft: Draft) -> None:
     """Convert the trackers that ortlaunch has."""
-    node = draft.pop("report_to")
+    node = draft.take_key("report_to")
     if node is None:
         return
     # `report_to` is one name or a list.
-    asked = node.plain() if node.kind == "list" else [node.scalar]
-    ours = [each for each in asked if each in ("tensorboard", "wandb", "mlflow")]
-    others = [str(each) for each in asked if each not in (*ours, "none")]
-    if ours:
-        draft.put(
+    requested_trackers = node.plain_value() if node.node_type == "list" else [node.scalar]
+    known_trackers = [
+        tracker for tracker in requested_trackers if tracker in ("tensorboard", "wandb", "mlflow")
+    ]
+    other_trackers = [
+        str(tracker) for tracker in requested_trackers if tracker not in (*known_trackers, "none")
+    ]
+    if known_trackers:
+        draft.set_recipe_key(
             "log.trackers",
             node,
             "report_to",
-            ours,
-            f"without {', '.join(others)}" if others else "",
+            known_trackers,
+            f"without {', '.join(other_trackers)}" if other_trackers else "",
         )
-    elif others:
-        draft.drop("report_to", node, "log.trackers has tensorboard, wandb, mlflow")
+    elif other_trackers:
+        draft.report_dropped("report_to", node, "log.trackers has tensorboard, wandb, mlflow")
     else:
-        draft.needless("report_to", node, "there are none by themselves")
+        draft.report_needless("report_to", node, "there are none by themselves")
 
 
-def length(draft: Draft, epochs: float) -> None:
+def convert_training_length(draft: Draft, default_epochs: float) -> None:
     """Convert the length of the training; as in Trainer, steps take precedence over epochs."""
-    key = "num_epochs" if "num_epochs" in draft.left else "num_train_epochs"
-    steps = draft.pop("max_steps")
-    given = draft.pop(key)
+    epochs_key = "num_epochs" if "num_epochs" in draft.unconverted else "num_train_epochs"
+    steps_node = draft.take_key("max_steps")
+    epochs_node = draft.take_key(epochs_key)
     # Trainer's default is -1: no limit by steps.
-    if steps is not None and (number(steps) or 0) > 0:
-        draft.put("train.max_steps", steps, "max_steps")
-        draft.needless(key, given, "of no effect there: max_steps comes first")
+    if steps_node is not None and (number_of_node(steps_node) or 0) > 0:
+        draft.set_recipe_key("train.max_steps", steps_node, "max_steps")
+        draft.report_needless(epochs_key, epochs_node, "of no effect there: max_steps comes first")
         return
-    draft.needless("max_steps", steps, "it stands for none")
-    if given is not None:
-        draft.put("train.epochs", given, key)
+    draft.report_needless("max_steps", steps_node, "it stands for none")
+    if epochs_node is not None:
+        draft.set_recipe_key("train.epochs", epochs_node, epochs_key)
     else:
-        draft.assume("train.epochs", epochs, "the tool's default")
+        draft.assume_default("train.epochs", default_epochs, "the tool's default")
 
 
-def defaults(draft: Draft, whose: str) -> None:
+def assume_defaults(draft: Draft, tool_name_possessive: str) -> None:
     """Set the tool's defaults for keys that the config lacks."""
-    for path, value in _DEFAULTS.items():
-        draft.assume(path, value, f"{whose} default")
-    length(draft, 3)
+    for recipe_key, value in _DEFAULTS.items():
+        draft.assume_default(recipe_key, value, f"{tool_name_possessive} default")
+    convert_training_length(draft, 3)

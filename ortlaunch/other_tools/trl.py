@@ -6,151 +6,198 @@ A key that is only renamed is a row of a table in recipe/hints/keys_of_other_too
 from __future__ import annotations
 
 from ortlaunch.errors import InputError
-from ortlaunch.other_tools.draft import Draft, in_one_line, is_empty, null
+from ortlaunch.other_tools.draft import Draft, is_empty, null_at_node, one_line_text
 from ortlaunch.recipe.text.tree import Tree
 
 # Keys of SFTTrainer that Trainer lacks.
-_MARKS = ("chat_template", "dataset_text_field", "dataset_train_split", "dataset_test_split", "dataset_mixture",
+_SFT_KEYS = ("chat_template", "dataset_text_field", "dataset_train_split", "dataset_test_split", "dataset_mixture",
           "assistant_only_loss", "completion_only_loss", "packing", "use_peft")  # fmt: skip
 # Keys of TRL's trainers with preferences or rewards.
-_OTHERS = ("beta", "max_prompt_length", "num_generations", "reward_model_path", "reward_funcs")
-_ANSWERS = "answers alone count in the loss of chats"
+_OTHER_TRAINERS_KEYS = (
+    "beta",
+    "max_prompt_length",
+    "num_generations",
+    "reward_model_path",
+    "reward_funcs",
+)
+_ANSWERS_REMARK = "answers alone count in the loss of chats"
 
 
-def is_sft(draft: Draft) -> bool:
+def is_sft_config(draft: Draft) -> bool:
     """Return whether a config has keys of SFTTrainer that Trainer lacks.
 
     Raises:
         InputError: the config has keys of another trainer of TRL.
     """
-    found = any(draft.value(key) is not None for key in _MARKS)
-    for key in _OTHERS if found else ():
-        node = draft.left.get(key)
+    has_sft_keys = any(draft.config_value(key) is not None for key in _SFT_KEYS)
+    for key in _OTHER_TRAINERS_KEYS if has_sft_keys else ():
+        node = draft.unconverted.get(key)
         if node is not None:
-            place = node.key_place or node.place
+            location = node.key_location or node.location
             raise InputError(
-                f"{place}: {key}: {in_one_line(node)}: of TRL's trainers SFTTrainer alone is known here"
+                f"{location}: {key}: {one_line_text(node)}: of TRL's trainers SFTTrainer alone is known here"
             )
-    return found
+    return has_sft_keys
 
 
-def convert(draft: Draft) -> None:
+def convert_sft_keys(draft: Draft) -> None:
     """Convert the keys that Trainer lacks; the others remain for trainer.py."""
     # Assumed before Trainer's defaults, which differ: the first value of a key wins.
-    draft.assume("model.task", "causal-lm", "TRL's SFTTrainer trains no other")
-    draft.assume("optimizer.learning_rate", 2e-5, "TRL's default")
-    draft.assume("data.sequence_length", 1024, "TRL's default")
-    template = draft.pop("chat_template")
-    mixture = draft.pop("dataset_mixture")
+    draft.assume_default("model.task", "causal-lm", "TRL's SFTTrainer trains no other")
+    draft.assume_default("optimizer.learning_rate", 2e-5, "TRL's default")
+    draft.assume_default("data.sequence_length", 1024, "TRL's default")
+    template_node = draft.take_key("chat_template")
+    mixture_node = draft.take_key("dataset_mixture")
     # Only chats have these; an end of a turn is the usual `eos_token`.
-    signs = (template, draft.left.get("assistant_only_loss"), draft.left.get("eos_token"))
-    chats = any(node is not None and not is_empty(node) for node in signs)
-    draft.put("data.chat_template", template, "chat_template")
-    if mixture is not None:
-        _mixture(draft, mixture, chats)
-    _data(draft, chats)
-    _packing(draft, chats)
-    _adapters(draft)
+    chat_nodes = (
+        template_node,
+        draft.unconverted.get("assistant_only_loss"),
+        draft.unconverted.get("eos_token"),
+    )
+    has_chats = any(node is not None and not is_empty(node) for node in chat_nodes)
+    draft.set_recipe_key("data.chat_template", template_node, "chat_template")
+    if mixture_node is not None:
+        _convert_mixture(draft, mixture_node, has_chats)
+    _convert_data(draft, has_chats)
+    _convert_packing(draft, has_chats)
+    _convert_adapters(draft)
     for key in ("eos_token", "pad_token"):
-        draft.move(f"data.special_tokens.{key}", key)
+        draft.move_key(f"data.special_tokens.{key}", key)
 
 
-def _mixture(draft: Draft, node: Tree, chats: bool) -> None:
+def _convert_mixture(draft: Draft, node: Tree, has_chats: bool) -> None:
     """Convert a mixture of data sets of the hub, of which TRL takes all rows, or a part of them."""
-    parts = node.find(("datasets",)) or node
-    columns = _columns(chats, None, draft.value("assistant_only_loss"))
-    sources, less = [], []
-    for part in parts.children.values():
-        given = part.plain() if part.kind == "mapping" else {}
-        source = {"format": "hub", "name": given.get("id"), "subset": given.get("config")}
-        source["split"] = given.get("split")
-        present = {key: value for key, value in source.items() if value is not None}
-        # Without weights each sample counts alike, as in TRL.
-        sources.append({"source": {**present, **columns}, "weight": null(part)})
-        less += [str(given.get("id"))] if (given.get("weight") or 1) != 1 else []
-    rows = f"all rows of {', '.join(less)}, of which TRL takes a part (most_rows limits them)"
-    draft.put("data.train", node, "dataset_mixture", sources, rows if less else "")
-    share = node.find(("test_split_size",))
-    if share is not None and not is_empty(share):
-        draft.put("data.evaluation", share, "test_split_size", {"share": share.scalar})
-
-
-def _columns(chats: bool, field: str | None, answers_alone: object) -> dict[str, str]:
-    """Return the settings of a source of chats or of text."""
-    if not chats:
-        return {"text_column": field or "text"}
-    return {"messages_column": "messages", **({} if answers_alone else {"train_on": "all"})}
-
-
-def _data(draft: Draft, chats: bool) -> None:
-    """Convert a data set of the hub."""
-    # TRL detects the columns when it loads the data; an import does not load them.
-    hub = draft.pop("dataset_name")
-    subset = draft.pop("dataset_config")
-    first = draft.pop("dataset_train_split")
-    second = draft.pop("dataset_test_split")
-    field = draft.pop("dataset_text_field")
-    answers = draft.pop("assistant_only_loss")
-    if hub is not None:
+    parts_node = node.find_subtree(("datasets",)) or node
+    columns = _source_columns(has_chats, None, draft.config_value("assistant_only_loss"))
+    sources, partial_sets = [], []
+    for part_node in parts_node.children.values():
+        part_values = part_node.plain_value() if part_node.node_type == "mapping" else {}
         source = {
             "format": "hub",
-            "name": hub.scalar,
-            **({"subset": in_one_line(subset)} if subset else {}),
-            **_columns(chats, in_one_line(field) if field else None, answers),
+            "name": part_values.get("id"),
+            "subset": part_values.get("config"),
         }
-        why = f"taken as text; for chats add data.train.messages_column=messages, and {_ANSWERS}"
-        split = {"split": in_one_line(first)} if first else {}
-        draft.put("data.train", hub, "dataset_name", {**source, **split}, "" if chats else why)
-        if second is not None and draft.value("eval_strategy") not in (None, False, "no"):
-            draft.put(
+        source["split"] = part_values.get("split")
+        given_fields = {key: value for key, value in source.items() if value is not None}
+        # Without weights each sample counts alike, as in TRL.
+        sources.append({"source": {**given_fields, **columns}, "weight": null_at_node(part_node)})
+        partial_sets += (
+            [str(part_values.get("id"))] if (part_values.get("weight") or 1) != 1 else []
+        )
+    rows_remark = (
+        f"all rows of {', '.join(partial_sets)}, of which TRL takes a part (most_rows limits them)"
+    )
+    draft.set_recipe_key(
+        "data.train", node, "dataset_mixture", sources, rows_remark if partial_sets else ""
+    )
+    share_node = node.find_subtree(("test_split_size",))
+    if share_node is not None and not is_empty(share_node):
+        draft.set_recipe_key(
+            "data.evaluation", share_node, "test_split_size", {"share": share_node.scalar}
+        )
+
+
+def _source_columns(
+    has_chats: bool, text_column: str | None, trains_on_answers_alone: object
+) -> dict[str, str]:
+    """Return the settings of a source of chats or of text."""
+    if not has_chats:
+        return {"text_column": text_column or "text"}
+    return {
+        "messages_column": "messages",
+        **({} if trains_on_answers_alone else {"train_on": "all"}),
+    }
+
+
+def _convert_data(draft: Draft, has_chats: bool) -> None:
+    """Convert a data set of the hub."""
+    # TRL detects the columns when it loads the data; an import does not load them.
+    hub_node = draft.take_key("dataset_name")
+    subset_node = draft.take_key("dataset_config")
+    train_split_node = draft.take_key("dataset_train_split")
+    test_split_node = draft.take_key("dataset_test_split")
+    text_field_node = draft.take_key("dataset_text_field")
+    answers_node = draft.take_key("assistant_only_loss")
+    if hub_node is not None:
+        source = {
+            "format": "hub",
+            "name": hub_node.scalar,
+            **({"subset": one_line_text(subset_node)} if subset_node else {}),
+            **_source_columns(
+                has_chats, one_line_text(text_field_node) if text_field_node else None, answers_node
+            ),
+        }
+        remark = f"taken as text; for chats add data.train.messages_column=messages, and {_ANSWERS_REMARK}"
+        split_field = {"split": one_line_text(train_split_node)} if train_split_node else {}
+        draft.set_recipe_key(
+            "data.train",
+            hub_node,
+            "dataset_name",
+            {**source, **split_field},
+            "" if has_chats else remark,
+        )
+        if test_split_node is not None and draft.config_value("eval_strategy") not in (
+            None,
+            False,
+            "no",
+        ):
+            draft.set_recipe_key(
                 "data.evaluation",
-                second,
+                test_split_node,
                 "dataset_test_split",
-                {**source, "split": in_one_line(second)},
+                {**source, "split": one_line_text(test_split_node)},
             )
-            second = None  # converted, so the report below must not name it
+            test_split_node = None  # converted, so the report below must not name it
     for key, node in (
-        ("dataset_config", subset),
-        ("dataset_train_split", first),
-        ("dataset_text_field", field),
+        ("dataset_config", subset_node),
+        ("dataset_train_split", train_split_node),
+        ("dataset_text_field", text_field_node),
     ):
-        if hub is not None:
-            draft.needless(key, node, "data.train has it")
+        if hub_node is not None:
+            draft.report_needless(key, node, "data.train has it")
         else:
-            draft.drop(key, node, "there is no dataset_name")
-    draft.drop("dataset_test_split", second, "nothing asks for an evaluation of it")
-    draft.needless("assistant_only_loss", answers, _ANSWERS)
-    draft.leave_out("completion_only_loss", _ANSWERS)
+            draft.report_dropped(key, node, "there is no dataset_name")
+    draft.report_dropped(
+        "dataset_test_split", test_split_node, "nothing asks for an evaluation of it"
+    )
+    draft.report_needless("assistant_only_loss", answers_node, _ANSWERS_REMARK)
+    draft.report_if_needless("completion_only_loss", _ANSWERS_REMARK)
 
 
-def _packing(draft: Draft, chats: bool) -> None:
+def _convert_packing(draft: Draft, has_chats: bool) -> None:
     # Not `pop`: `packing: false` has a meaning, too.
-    packed = draft.left.pop("packing", None)
-    if packed is not None and chats and packed.scalar:
-        draft.put("data.packing", packed, "packing")
-    elif packed is not None:
-        why = "a chat is a sample of its own" if chats else "text is always packed"
-        draft.needless("packing", packed, why)
+    packing_node = draft.unconverted.pop("packing", None)
+    if packing_node is not None and has_chats and packing_node.scalar:
+        draft.set_recipe_key("data.packing", packing_node, "packing")
+    elif packing_node is not None:
+        reason = "a chat is a sample of its own" if has_chats else "text is always packed"
+        draft.report_needless("packing", packing_node, reason)
 
 
-def _adapters(draft: Draft) -> None:
+def _convert_adapters(draft: Draft) -> None:
     """Convert the keys of LoRA, which TRL uses only with use_peft.
 
     Without target modules peft chooses layers by the model type, as TRL does.
     """
-    wanted = draft.pop("use_peft")
-    if wanted is None:
-        return draft.without_adapters("use_peft is not true")
-    draft.needless("use_peft", wanted, "model.lora says it")
-    for key, ours, usual in (
+    use_peft_node = draft.take_key("use_peft")
+    if use_peft_node is None:
+        return draft.report_adapters_unused("use_peft is not true")
+    draft.report_needless("use_peft", use_peft_node, "model.lora says it")
+    for key, lora_field, usual_value in (
         ("lora_r", "r", 16),
         ("lora_alpha", "alpha", 32),
         ("lora_dropout", "dropout", 0.05),
     ):
-        draft.move(f"model.lora.{ours}", key)
-        draft.assume(f"model.lora.{ours}", usual, "TRL's default")
-    names = draft.pop("lora_target_modules")
-    if names is not None:
-        asked = names.plain() if names.kind == "list" else [names.scalar]
-        draft.put("model.lora.target_modules", names, "lora_target_modules", asked)
+        draft.move_key(f"model.lora.{lora_field}", key)
+        draft.assume_default(f"model.lora.{lora_field}", usual_value, "TRL's default")
+    targets_node = draft.take_key("lora_target_modules")
+    if targets_node is not None:
+        target_names = (
+            targets_node.plain_value()
+            if targets_node.node_type == "list"
+            else [targets_node.scalar]
+        )
+        draft.set_recipe_key(
+            "model.lora.target_modules", targets_node, "lora_target_modules", target_names
+        )
     return None

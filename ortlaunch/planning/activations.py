@@ -9,144 +9,182 @@ from __future__ import annotations
 
 from ortlaunch.json_types import Json
 from ortlaunch.machine import FUSED_ATTENTION_SCORES
-from ortlaunch.planning.loss_chunks import chunked
+from ortlaunch.planning.loss_chunks import allowed_rows_per_chunk
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.fields.families import DECODERS, Decoder
+from ortlaunch.recipe.fields.families import DECODERS, DecoderTraits
 
 # Bytes that a dropout keeps for each value: torch on a CPU keeps the factor, others a boolean.
-_SCALE = 4
-_MASK = 1
+_FLOAT32_BYTES = 4
+_MASK_BYTES = 1
 
 
-def activation_bytes(recipe: Recipe, c: Json, micro: int, width: int, device: str) -> int:
+def activation_bytes(
+    recipe: Recipe, config: Json, micro_samples: int, value_bytes: int, device: str
+) -> int:
     """Return the bytes of the activations of a rank that exist at the peak.
 
     Args:
         recipe: the recipe.
-        c: the model's full config.
-        micro: samples of a micro batch.
-        width: bytes of a value, 4 or 2.
+        config: the model's full config.
+        micro_samples: samples of a micro batch.
+        value_bytes: bytes of a value, 4 or 2.
         device: cpu or cuda.
     """
-    length = sample_tokens(recipe, c)
-    layers = int(c["num_hidden_layers"])
-    tokens = micro * length
-    a_layer = tokens * _layer_bytes(recipe, c, length, width, device)
-    logits = _logits(recipe, c, tokens, device)
+    sample_token_count = sample_tokens(recipe, config)
+    layer_count = int(config["num_hidden_layers"])
+    token_count = micro_samples * sample_token_count
+    bytes_of_layer = token_count * _layer_bytes_per_token(
+        recipe, config, sample_token_count, value_bytes, device
+    )
+    bytes_of_logits = _logit_bytes(recipe, config, token_count, device)
     if recipe.model.gradient_checkpointing or recipe.engine.memory_optimization:
         # The inputs of all layers are kept. Beside them are either the logits or one recomputed
         # layer, but on a CPU both count: the heap keeps the blocks of one during the other.
-        beside = a_layer + logits if device == "cpu" else max(a_layer, logits)
-        kept = int(c["hidden_size"]) * width
-        kept += _kept_beside_recomputation(recipe, c, length, width, device)
-        return layers * tokens * kept + beside
-    return layers * a_layer + logits
+        other_bytes = (
+            bytes_of_layer + bytes_of_logits
+            if device == "cpu"
+            else max(bytes_of_layer, bytes_of_logits)
+        )
+        kept_per_token = int(config["hidden_size"]) * value_bytes
+        kept_per_token += _bytes_kept_per_token(
+            recipe, config, sample_token_count, value_bytes, device
+        )
+        return layer_count * token_count * kept_per_token + other_bytes
+    return layer_count * bytes_of_layer + bytes_of_logits
 
 
-def sample_tokens(recipe: Recipe, c: Json) -> int:
+def sample_tokens(recipe: Recipe, config: Json) -> int:
     """Return the number of tokens of a sample; for images and audio the model's config has it."""
-    return recipe.data.sequence_length or int(c.get("positions", 0))
+    return recipe.data.sequence_length or int(config.get("positions", 0))
 
 
-def _logits(recipe: Recipe, c: Json, tokens: int, device: str) -> int:
+def _logit_bytes(recipe: Recipe, config: Json, token_count: int, device: str) -> int:
     """Return the bytes of the logits and of the loss's other tensors."""
     if recipe.model.traits.label:
         return 0
-    vocabulary = int(c["vocab_size"])
-    chunk = chunked(recipe, tokens, vocabulary, device)
+    vocabulary_size = int(config["vocab_size"])
+    rows_per_chunk = allowed_rows_per_chunk(recipe, token_count, vocabulary_size, device)
     # Four float32 tensors: the logits, their log-softmax, and the gradients of both. Measured on a
     # CPU with BERT and Llama, in fp32 and bf16.
-    if not chunk:
-        return 16 * tokens * vocabulary
+    if not rows_per_chunk:
+        return 16 * token_count * vocabulary_size
     # The loss computes the gradient of the head during the forward pass and keeps it for the
     # backward pass. A logit takes 4 bytes in fp32, and 10 in a 16-bit precision, where it exists in
     # 16 bits, too.
-    gradient_of_head = 0 if recipe.model.lora else 4 * vocabulary * int(c["hidden_size"])
-    per_logit = 10 if recipe.format.is_narrow else 4
-    return per_logit * min(chunk, tokens) * vocabulary + gradient_of_head
+    head_gradient_bytes = (
+        0 if recipe.model.lora else 4 * vocabulary_size * int(config["hidden_size"])
+    )
+    bytes_per_logit = 10 if recipe.format.is_narrow else 4
+    return (
+        bytes_per_logit * min(rows_per_chunk, token_count) * vocabulary_size + head_gradient_bytes
+    )
 
 
-def _layer_bytes(recipe: Recipe, c: Json, length: int, width: int, device: str) -> int:
+def _layer_bytes_per_token(
+    recipe: Recipe, config: Json, sequence_tokens: int, value_bytes: int, device: str
+) -> int:
     """Return the bytes a token that one layer keeps.
 
-    length: tokens of a sequence.
-    width: bytes of a value, 4 or 2.
+    sequence_tokens: tokens of a sequence.
+    value_bytes: bytes of a value, 4 or 2.
     """
-    h = int(c["hidden_size"])
-    i = int(c["intermediate_size"])
-    heads = int(c["num_attention_heads"])
-    attention = _attention(c)
+    hidden_size = int(config["hidden_size"])
+    inner_size = int(config["intermediate_size"])
+    head_count = int(config["num_attention_heads"])
+    attention_values = _attention_values_per_token(config)
     # Llama: norms with their inputs and outputs; gate, its SiLU, up, their product. BERT: two norms,
     # GELU's input and output.
     # Tensors of the inner width: ReLU keeps its output alone, GPT-2's GELU is a formula of tensors
     # in PyTorch.
-    inner = {"gpt2": 2 if recipe.engine.name == "ort" else 5, "opt": 1}.get(c["model_type"], 2)
-    gated = c["model_type"] in (*DECODERS, "modernbert")
-    numbers = attention + (6 * h + 4 * i if gated else 4 * h + inner * i)
+    inner_tensor_count = {"gpt2": 2 if recipe.engine.name == "ort" else 5, "opt": 1}.get(
+        config["model_type"], 2
+    )
+    is_gated = config["model_type"] in (*DECODERS, "modernbert")
+    value_count = attention_values + (
+        6 * hidden_size + 4 * inner_size
+        if is_gated
+        else 4 * hidden_size + inner_tensor_count * inner_size
+    )
     # Norms of queries and keys, and Gemma's two norms more.
-    own = DECODERS.get(c["model_type"], Decoder())
-    numbers += attention // 2 * own.head_norms + 2 * h * own.norms
-    dropped = 2 * h if c.get("hidden_dropout_prob") else 0
+    decoder_traits = DECODERS.get(config["model_type"], DecoderTraits())
+    value_count += (
+        attention_values // 2 * decoder_traits.head_norms + 2 * hidden_size * decoder_traits.norms
+    )
+    dropped_values = 2 * hidden_size if config.get("hidden_dropout_prob") else 0
     # Scores grow with the square of the length, so a token's share grows with the length.
-    scores = heads * length * _score(recipe, c, length, width, device)
-    return width * numbers + _mask(recipe, width, device) * dropped + scores
+    score_bytes = (
+        head_count
+        * sequence_tokens
+        * _bytes_per_attention_score(recipe, config, sequence_tokens, value_bytes, device)
+    )
+    return (
+        value_bytes * value_count
+        + _dropout_mask_bytes(recipe, value_bytes, device) * dropped_values
+        + score_bytes
+    )
 
 
-def _kept_beside_recomputation(
-    recipe: Recipe, c: Json, length: int, width: int, device: str
+def _bytes_kept_per_token(
+    recipe: Recipe, config: Json, sequence_tokens: int, value_bytes: int, device: str
 ) -> int:
     """Return the bytes a token of a layer that stay although its activations are computed again.
 
     These are the tensors that torch's fused attention saves in a graph of ONNX Runtime, which
     recomputes only its own operators.
     """
-    if recipe.engine.name != "ort" or not _fused(recipe, c, length, device):
+    if recipe.engine.name != "ort" or not _uses_fused_attention(
+        recipe, config, sequence_tokens, device
+    ):
         return 0
-    return width * _attention(c)
+    return value_bytes * _attention_values_per_token(config)
 
 
-def _attention(c: Json) -> int:
+def _attention_values_per_token(config: Json) -> int:
     """Return the number of values a token of queries, keys, values and the output of attention."""
-    heads = int(c["num_attention_heads"])
-    return 4 * heads * int(c.get("head_dim") or int(c["hidden_size"]) // heads)
+    head_count = int(config["num_attention_heads"])
+    return 4 * head_count * int(config.get("head_dim") or int(config["hidden_size"]) // head_count)
 
 
-def _mask(recipe: Recipe, width: int, device: str) -> int:
+def _dropout_mask_bytes(recipe: Recipe, value_bytes: int, device: str) -> int:
     """Return the bytes that a dropout keeps for each value."""
-    return width if device == "cpu" and recipe.engine.name != "ort" else _MASK
+    return value_bytes if device == "cpu" and recipe.engine.name != "ort" else _MASK_BYTES
 
 
-def _score(recipe: Recipe, c: Json, length: int, width: int, device: str) -> int:
+def _bytes_per_attention_score(
+    recipe: Recipe, config: Json, sequence_tokens: int, value_bytes: int, device: str
+) -> int:
     """Return the bytes for each attention score; 0 in a fused kernel.
 
     Kept are the softmax and, with dropout, its mask and its output.
     """
-    dropped = _drops(c)
-    if c["model_type"] == "deberta-v2":
+    has_dropout = _has_attention_dropout(config)
+    if config["model_type"] == "deberta-v2":
         # No fused kernel: scores of contents and of positions are summed step by step. Measured.
-        return 4 * width
-    if not _fused(recipe, c, length, device):
-        return width + (width + _mask(recipe, width, device) if dropped else 0)
+        return 4 * value_bytes
+    if not _uses_fused_attention(recipe, config, sequence_tokens, device):
+        return value_bytes + (
+            value_bytes + _dropout_mask_bytes(recipe, value_bytes, device) if has_dropout else 0
+        )
     # torch's fused kernels for CPUs have no dropout: with it, scores are computed in float32.
-    return 3 * _SCALE if dropped and device == "cpu" else 0
+    return 3 * _FLOAT32_BYTES if has_dropout and device == "cpu" else 0
 
 
-def _drops(c: Json) -> bool:
-    return bool(c.get("attention_probs_dropout_prob") or c.get("attention_dropout"))
+def _has_attention_dropout(config: Json) -> bool:
+    return bool(config.get("attention_probs_dropout_prob") or config.get("attention_dropout"))
 
 
-def _fused(recipe: Recipe, c: Json, length: int, device: str) -> bool:
+def _uses_fused_attention(recipe: Recipe, config: Json, sequence_tokens: int, device: str) -> bool:
     """Return whether torch's scaled_dot_product_attention computes the scores.
 
     Engine ort writes short ones out in its graph, and on a CPU those with dropout.
     """
     engine = recipe.engine
-    asked = recipe.model.attention
-    written_out = asked == "eager" or (
-        asked == "auto" and (engine.efficient_attention or engine.flash_attention)
+    requested_attention = recipe.model.attention
+    is_written_out = requested_attention == "eager" or (
+        requested_attention == "auto" and (engine.efficient_attention or engine.flash_attention)
     )
-    if written_out or engine.name != "ort":
-        return not written_out
-    if engine.torch_operators != "auto" or (_drops(c) and device == "cpu"):
+    if is_written_out or engine.name != "ort":
+        return not is_written_out
+    if engine.torch_operators != "auto" or (_has_attention_dropout(config) and device == "cpu"):
         return False
-    return length * length >= FUSED_ATTENTION_SCORES
+    return sequence_tokens * sequence_tokens >= FUSED_ATTENTION_SCORES

@@ -12,11 +12,11 @@ from ortlaunch.planning.world import World
 from ortlaunch.units import count_with_noun, human_bytes
 
 
-def crowded(world: World, work: Workload, planned_only: bool) -> Iterator[str]:
+def crowded_host_notes(world: World, workload: Workload, is_planned_only: bool) -> Iterator[str]:
     """Yield notes on too many ranks for this host's cores, or, by the estimate, for its memory.
 
     Args:
-        planned_only: the plan is only shown, not run: that its model does not fit is a note.
+        is_planned_only: the plan is only shown, not run: that its model does not fit is a note.
 
     Raises:
         PlanError: the ranks need more memory than there is, by the exact part of the plan.
@@ -26,10 +26,15 @@ def crowded(world: World, work: Workload, planned_only: bool) -> Iterator[str]:
             continue
         if world.device == "cpu" and node.slots > usable_core_count():
             yield f"{node.host}: {node.slots} ranks share {usable_core_count()} cores, which slows them"
-        yield from _memory(node, work.process, _rank(work.memory, world.device), planned_only)
+        yield from _host_memory_notes(
+            node,
+            workload.process,
+            _host_memory_of_rank(workload.memory, world.device),
+            is_planned_only,
+        )
 
 
-def _rank(memory: Memory | None, device: str) -> tuple[int, int, str]:
+def _host_memory_of_rank(memory: Memory | None, device: str) -> tuple[int, int, str]:
     """Return the host memory of a rank beside its process.
 
     Returns:
@@ -37,41 +42,48 @@ def _rank(memory: Memory | None, device: str) -> tuple[int, int, str]:
     """
     if memory is None:
         return 0, 0, "of weights, gradients and optimizer state"
-    parts = dict(memory.by_stage)[memory.chosen]
-    host = memory.host
-    kept = host.offloaded + host.snapshot
-    likely = host.offloaded + host.snapshot
+    stage_bytes = dict(memory.by_stage)[memory.chosen]
+    host_memory = memory.host
+    least_bytes = host_memory.offloaded + host_memory.snapshot
+    likely_bytes = host_memory.offloaded + host_memory.snapshot
     if device == "cpu":
-        kept, likely = kept + parts.model, kept + parts.total
+        least_bytes, likely_bytes = least_bytes + stage_bytes.model, least_bytes + stage_bytes.total
     # The model is built in float32 before it is cast or sharded; the larger of the two counts.
-    if kept < host.built:
-        return host.built, max(host.built, likely), "to build the model in float32"
-    beside = " and a save beside training (checkpoint.async)" if host.snapshot else ""
-    of = "of weights, gradients and optimizer state" if device == "cpu" else "of what is offloaded"
-    return kept, likely, of + beside
+    if least_bytes < host_memory.built:
+        return (
+            host_memory.built,
+            max(host_memory.built, likely_bytes),
+            "to build the model in float32",
+        )
+    save_text = " and a save beside training (checkpoint.async)" if host_memory.snapshot else ""
+    content_text = (
+        "of weights, gradients and optimizer state" if device == "cpu" else "of what is offloaded"
+    )
+    return least_bytes, likely_bytes, content_text + save_text
 
 
-def _memory(
-    node: Node, process: ProcessMemory, rank: tuple[int, int, str], planned_only: bool
+def _host_memory_notes(
+    node: Node, process: ProcessMemory, rank_memory: tuple[int, int, str], is_planned_only: bool
 ) -> Iterator[str]:
     """Yield a note if the ranks of a host do not fit into its memory; raise PlanError for a run."""
-    where, most, _ = smallest_memory_limit()
-    model, estimated, of = rank
+    limit_name, limit_bytes, _ = smallest_memory_limit()
+    least_model_bytes, likely_model_bytes, content_text = rank_memory
     # The kernel can drop pages of files, so that only private bytes are needed at least.
-    least = node.slots * (process.own + model)
-    likely = process.bytes_of_ranks(node.slots) + node.slots * estimated
-    if least > most:
-        each = f"({human_bytes(process.own)} a process + {human_bytes(model)} {of})"
-        text = (
-            f"{node.host}: {count_with_noun(node.slots, 'rank')} x {each} = {human_bytes(least)} "
-            f"at least, and {where} is "
-            f"{human_bytes(most)}; use fewer ranks, a smaller model or more hosts"
+    least_bytes = node.slots * (process.own + least_model_bytes)
+    likely_bytes = process.bytes_of_ranks(node.slots) + node.slots * likely_model_bytes
+    if least_bytes > limit_bytes:
+        rank_bytes_text = f"({human_bytes(process.own)} a process + {human_bytes(least_model_bytes)} {content_text})"
+        message = (
+            f"{node.host}: {count_with_noun(node.slots, 'rank')} x {rank_bytes_text} = {human_bytes(least_bytes)} "
+            f"at least, and {limit_name} is "
+            f"{human_bytes(limit_bytes)}; use fewer ranks, a smaller model or more hosts"
         )
         # Where not even the processes fit, a plan is refused too.
-        if not planned_only or node.slots * process.own > most:
-            raise PlanError(text)
-        yield text
-    elif likely > most:
+        if not is_planned_only or node.slots * process.own > limit_bytes:
+            raise PlanError(message)
+        yield message
+    elif likely_bytes > limit_bytes:
         yield (
-            f"{node.host}: its ranks need about {human_bytes(likely)}, and {where} is {human_bytes(most)}"
+            f"{node.host}: its ranks need about {human_bytes(likely_bytes)}, and {limit_name} is "
+            f"{human_bytes(limit_bytes)}"
         )

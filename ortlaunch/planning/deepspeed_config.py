@@ -11,46 +11,53 @@ from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.zero import Offload
 
 # Steps between two prints of DeepSpeed: more than any run has.
-NEVER = 10**9
+NEVER_STEPS = 10**9
 
 
 def deepspeed_config(
-    recipe: Recipe, micro_samples: int, accumulation_steps: int, ranks: int
+    recipe: Recipe, micro_samples: int, accumulation_steps: int, rank_count: int
 ) -> dict[str, object] | None:
     """Return the DeepSpeed config of a recipe, or None where it trains without DeepSpeed."""
     if recipe.zero is None:
         return None
     config: Json = {
-        "train_batch_size": micro_samples * accumulation_steps * ranks,
+        "train_batch_size": micro_samples * accumulation_steps * rank_count,
         "train_micro_batch_size_per_gpu": micro_samples,
         "gradient_accumulation_steps": accumulation_steps,
-        "zero_optimization": {"stage": recipe.zero.stage, **_offload(recipe.zero.offload)},
+        "zero_optimization": {"stage": recipe.zero.stage, **_offload_sections(recipe.zero.offload)},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "steps_per_print": NEVER,
+        "steps_per_print": NEVER_STEPS,
         # Always written: without the field, DeepSpeed clips to 1.0.
         "gradient_clipping": recipe.train.max_grad_norm or 0.0,
     }
     if recipe.format.is_narrow:
         config[recipe.precision] = {"enabled": True}
-    return _merged(config, recipe.zero.deepspeed)
+    return _merge_sections(config, recipe.zero.deepspeed)
 
 
-def _offload(offload: Offload | None) -> dict[str, object]:
+def _offload_sections(offload: Offload | None) -> dict[str, object]:
     """Return DeepSpeed's sections for tensors that are kept off the GPU."""
     if offload is None:
         return {}
-    common = {"pin_memory": offload.pin_memory} | (
+    common_settings = {"pin_memory": offload.pin_memory} | (
         {"nvme_path": offload.nvme_path} if offload.nvme_path else {}
     )
-    devices = {"offload_optimizer": offload.optimizer, "offload_param": offload.parameters}
-    return {section: {"device": device, **common} for section, device in devices.items() if device}
+    device_by_section = {
+        "offload_optimizer": offload.optimizer,
+        "offload_param": offload.parameters,
+    }
+    return {
+        section: {"device": device, **common_settings}
+        for section, device in device_by_section.items()
+        if device
+    }
 
 
-def _merged(base: Json, top: Json) -> Json:
-    """Return `base` with the values of `top`, section by section."""
-    merged = dict(base)
-    for key, value in top.items():
-        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merged(merged[key], value) if both else value
+def _merge_sections(base_settings: Json, top_settings: Json) -> Json:
+    """Return `base_settings` with the values of `top_settings`, section by section."""
+    merged = dict(base_settings)
+    for key, value in top_settings.items():
+        are_sections = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge_sections(merged[key], value) if are_sections else value
     return merged

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ortlaunch.launch_plan import Memory, Plan
-from ortlaunch.planning.memory import why_unknown
+from ortlaunch.planning.memory import reason_memory_is_unknown
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.data import HeldOut
 from ortlaunch.recipe.rules.parity import compared_steps
 from ortlaunch.units import count_with_noun, human_bytes
 
 
-def describe(plan: Plan, recipe: Recipe) -> str:
+def describe_plan(plan: Plan, recipe: Recipe) -> str:
     """Return the plan for a person: the world and, for a training, batch, length and memory.
 
     Memory is listed by ZeRO stage.
@@ -21,42 +21,46 @@ def describe(plan: Plan, recipe: Recipe) -> str:
     if plan.traits.evaluates:
         return "\n".join(lines)
     lines += [*_batch_lines(plan), _length_line(plan, recipe), *_interval_lines(recipe)]
-    known = plan.memory
+    planned_memory = plan.memory
     # On one rank ZeRO has nothing to shard.
-    choice = plan.world_size > 1 or recipe.zero is not None
-    memory = (
-        memory_lines(known, choice, plan.device)
-        if known
-        else [f"memory: unknown: {why_unknown(recipe)}"]
+    has_stage_choice = plan.world_size > 1 or recipe.zero is not None
+    memory_text_lines = (
+        memory_lines(planned_memory, has_stage_choice, plan.device)
+        if planned_memory
+        else [f"memory: unknown: {reason_memory_is_unknown(recipe)}"]
     )
-    compared = compared_steps(recipe)
-    if compared.steps and compared.why:
-        lines.append(f"parity: step 1 is compared with plain PyTorch once ({compared.why})")
-    if recipe.model.freeze and known:
+    parity_steps = compared_steps(recipe)
+    if parity_steps.steps and parity_steps.reason:
+        lines.append(f"parity: step 1 is compared with plain PyTorch once ({parity_steps.reason})")
+    if recipe.model.freeze and planned_memory:
         lines.append(
             "memory is an upper bound: model.freeze names parameters that a plan cannot see"
         )
-    return "\n".join([*lines, *memory])
+    return "\n".join([*lines, *memory_text_lines])
 
 
 def _world_lines(plan: Plan) -> list[str]:
     # A long list is shown by its ends.
-    shown = plan.nodes if len(plan.nodes) <= 8 else (*plan.nodes[:4], None, *plan.nodes[-2:])
-    ranks = count_with_noun(plan.world_size, "rank")
-    hosts = count_with_noun(len(plan.nodes), "host")
-    lines = [f"{plan.name}: {ranks} on {hosts}, {plan.device}, launcher {plan.launcher}"]
+    shown_nodes = plan.nodes if len(plan.nodes) <= 8 else (*plan.nodes[:4], None, *plan.nodes[-2:])
+    ranks_text = count_with_noun(plan.world_size, "rank")
+    hosts_text = count_with_noun(len(plan.nodes), "host")
+    lines = [f"{plan.name}: {ranks_text} on {hosts_text}, {plan.device}, launcher {plan.launcher}"]
     # One process on this host's CPU has nothing to list.
     if plan.world_size == 1 and plan.nodes[0].is_here and plan.device == "cpu":
         return lines
-    for node in shown:
+    for node in shown_nodes:
         if node is None:
             lines.append(f"  ... {len(plan.nodes) - 6} more hosts")
         else:
-            last = node.first_rank + node.slots - 1
-            kind = "GPU" if plan.device == "cuda" else "slot"
-            devices = _short(node.devices)
-            ranks = f"ranks {node.first_rank}-{last}" if node.slots > 1 else f"rank {last}"
-            lines.append(f"  {node.host}: {ranks}, {kind}{'s' * (node.slots > 1)} {devices}")
+            last_rank = node.first_rank + node.slots - 1
+            device_noun = "GPU" if plan.device == "cuda" else "slot"
+            devices_text = _shorten_devices(node.devices)
+            ranks_text = (
+                f"ranks {node.first_rank}-{last_rank}" if node.slots > 1 else f"rank {last_rank}"
+            )
+            lines.append(
+                f"  {node.host}: {ranks_text}, {device_noun}{'s' * (node.slots > 1)} {devices_text}"
+            )
     return lines
 
 
@@ -76,86 +80,105 @@ def _start_lines(plan: Plan, recipe: Recipe) -> list[str]:
 
 def _restart_lines(plan: Plan, recipe: Recipe) -> list[str]:
     """Return how the run handles a fault, if the recipe sets restarts."""
-    most = recipe.launch.max_restarts
-    if not most:
+    max_restarts = recipe.launch.max_restarts
+    if not max_restarts:
         return []
     if not plan.started_by.is_ours:
         return ["  launch.max_restarts: the launcher is not ortlaunch's; a job of `ortlaunch "
                 "submit` restarts the run; "
                 "else start the same command again from the batch script"]  # fmt: skip
-    times = count_with_noun(most, "time")
-    nodes = recipe.launch.elastic
-    lost = (
-        [f"  a lost host is left out until the next restart; hosts: {nodes} (launch.nodes)"]
-        if nodes
+    times_text = count_with_noun(max_restarts, "time")
+    node_range = recipe.launch.elastic
+    lost_host_lines = (
+        [f"  a lost host is left out until the next restart; hosts: {node_range} (launch.nodes)"]
+        if node_range
         else []
     )
     return [
-        *lost,
-        f"  after a failure: restarted from the last complete checkpoint, at most {times} "
+        *lost_host_lines,
+        f"  after a failure: restarted from the last complete checkpoint, at most {times_text} "
         "without progress",
     ]
 
 
-def _short(devices: tuple[int, ...]) -> str:
+def _shorten_devices(device_indices: tuple[int, ...]) -> str:
     """Return `0,1,2`, or `0-63` for more numbers than fit into a line."""
-    if len(devices) > 8 and devices == tuple(range(devices[0], devices[-1] + 1)):
-        return f"{devices[0]}-{devices[-1]}"
-    shown = devices if len(devices) <= 32 else (*devices[:16], "...", devices[-1])
-    return ",".join(map(str, shown))
+    if len(device_indices) > 8 and device_indices == tuple(
+        range(device_indices[0], device_indices[-1] + 1)
+    ):
+        return f"{device_indices[0]}-{device_indices[-1]}"
+    shown_devices = (
+        device_indices
+        if len(device_indices) <= 32
+        else (*device_indices[:16], "...", device_indices[-1])
+    )
+    return ",".join(map(str, shown_devices))
 
 
 def _batch_lines(plan: Plan) -> list[str]:
-    b = plan.batch
-    tokens = f", {b.tokens_per_step:,} tokens a step" if b.tokens_per_step else ""
+    batch = plan.batch
+    tokens_text = f", {batch.tokens_per_step:,} tokens a step" if batch.tokens_per_step else ""
     return [
-        f"batch: {b.global_samples} samples = {b.micro_samples} micro x {b.accumulation_steps} "
-        f"accumulation x {count_with_noun(b.data_parallel_ranks, 'rank')}{tokens}"
+        f"batch: {batch.global_samples} samples = {batch.micro_samples} micro x {batch.accumulation_steps} "
+        f"accumulation x {count_with_noun(batch.data_parallel_ranks, 'rank')}{tokens_text}"
     ]
 
 
 def _length_line(plan: Plan, recipe: Recipe) -> str:
-    steps = recipe.train.max_steps
-    if steps is None:
+    max_steps = recipe.train.max_steps
+    if max_steps is None:
         return f"steps: those of {recipe.train.epochs:g} epochs, counted once the data is read"
-    return f"steps: {steps:,}, {steps * plan.batch.global_samples:,} samples"
+    return f"steps: {max_steps:,}, {max_steps * plan.batch.global_samples:,} samples"
 
 
 def _interval_lines(recipe: Recipe) -> Iterator[str]:
     """Yield how much of the data is held out, and the intervals that are given in epochs."""
-    held = recipe.data.evaluation
-    if isinstance(held, HeldOut):
-        part = f"{held.share:.3g} of the" if held.share else f"{held.samples:,}"
-        yield f"evaluation: {part} samples of data.train, chosen by seed {recipe.seed}"
-    for name, every in recipe.epoch_intervals():
+    evaluation_source = recipe.data.evaluation
+    if isinstance(evaluation_source, HeldOut):
+        amount_text = (
+            f"{evaluation_source.share:.3g} of the"
+            if evaluation_source.share
+            else f"{evaluation_source.samples:,}"
+        )
+        yield f"evaluation: {amount_text} samples of data.train, chosen by seed {recipe.seed}"
+    for name, interval_epochs in recipe.epoch_intervals():
         epochs = recipe.train.epochs
-        times = f", {count_with_noun(max(1, int(epochs / every)), 'time')}" if epochs else ""
-        yield f"{name.replace('_', ' ')} {every:g} epochs{times}; in steps when the data are read"
+        times_text = (
+            f", {count_with_noun(max(1, int(epochs / interval_epochs)), 'time')}" if epochs else ""
+        )
+        yield f"{name.replace('_', ' ')} {interval_epochs:g} epochs{times_text}; in steps when the data are read"
 
 
-_KINDS = ("weights", "gradients", "optimizer", "activations", "buckets", "overhead", "total")
+_MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "buckets", "overhead", "total")
 
 
-def memory_lines(memory: Memory, choice: bool, device: str) -> list[str]:
+def memory_lines(memory: Memory, shows_all_stages: bool, device: str) -> list[str]:
     """Return the bytes of a rank by kind; a kind that is 0 in all stages is left out.
 
-    choice: list every ZeRO stage, not only the chosen one.
+    shows_all_stages: list every ZeRO stage, not only the chosen one.
     """
-    stages = [row for row in memory.by_stage if choice or row[0] == memory.chosen]
-    kinds = [kind for kind in _KINDS if any(getattr(parts, kind) for _, parts in stages)]
-    marks = [
-        f"{'->' if stage == memory.chosen else '':2}{stage:8}" if choice else ""
-        for stage, _ in stages
+    stage_rows = [row for row in memory.by_stage if shows_all_stages or row[0] == memory.chosen]
+    part_names = [
+        part_name
+        for part_name in _MEMORY_PARTS
+        if any(getattr(stage_bytes, part_name) for _, stage_bytes in stage_rows)
+    ]
+    row_labels = [
+        f"{'->' if stage == memory.chosen else '':2}{stage:8}" if shows_all_stages else ""
+        for stage, _ in stage_rows
     ]
     lines = [
         f"memory: {memory.parameters:,} parameters, {memory.trainable:,} trained; "
         f"a checkpoint takes {human_bytes(memory.checkpoint)}; on each rank:",
-        f"  {'':{len(marks[0])}}{''.join(f'{kind:>{_width(kind)}}' for kind in kinds)}",
+        f"  {'':{len(row_labels[0])}}{''.join(f'{part_name:>{_column_width(part_name)}}' for part_name in part_names)}",
     ]
-    for mark, (_, parts) in zip(marks, stages):
+    for row_label, (_, stage_bytes) in zip(row_labels, stage_rows):
         lines.append(
-            f"  {mark}"
-            + "".join(f"{human_bytes(getattr(parts, kind)):>{_width(kind)}}" for kind in kinds)
+            f"  {row_label}"
+            + "".join(
+                f"{human_bytes(getattr(stage_bytes, part_name)):>{_column_width(part_name)}}"
+                for part_name in part_names
+            )
         )
     if memory.compared:
         lines.append(
@@ -166,46 +189,52 @@ def memory_lines(memory: Memory, choice: bool, device: str) -> list[str]:
         lines.append(
             f"  output layer and loss in chunks of {memory.chunk} rows (engine.chunked_loss)"
         )
-    lines += [*_beside_lines(memory, device)]
-    bound = "buckets are an upper bound; " if "buckets" in kinds else ""
-    guessed = (
+    lines += [*_start_and_host_lines(memory, device)]
+    bound_text = "buckets are an upper bound; " if "buckets" in part_names else ""
+    estimate_text = (
         "activations and overhead are estimates"
-        if "overhead" in kinds
+        if "overhead" in part_names
         else "activations are an estimate"
     )
-    lines.append(f"  {guessed}, {bound}the rest is exact")
+    lines.append(f"  {estimate_text}, {bound_text}the rest is exact")
     if device == "cpu":
-        source = "measured by a run here" if memory.process.is_measured else "a usual value"
-        whole = memory.process.total + dict(memory.by_stage)[memory.chosen].total
+        source_text = "measured by a run here" if memory.process.is_measured else "a usual value"
+        total_bytes = memory.process.total + dict(memory.by_stage)[memory.chosen].total
         lines.append(
-            f"  the process takes {human_bytes(memory.process.total)} beside its model ({source}), "
-            f"{human_bytes(whole)} in all"
+            f"  the process takes {human_bytes(memory.process.total)} beside its model ({source_text}), "
+            f"{human_bytes(total_bytes)} in all"
         )
     return lines
 
 
-def _beside_lines(memory: Memory, device: str) -> Iterator[str]:
+def _start_and_host_lines(memory: Memory, device: str) -> Iterator[str]:
     """Yield the memory of a GPU at the start and of the host, for the chosen stage."""
-    host = memory.host
+    host_memory = memory.host
     if device == "cuda":
         weights = dict(memory.by_stage)[memory.chosen].weights
-        less = (
+        other_text = (
             f"; {human_bytes(weights)} where it lacks room"
             if memory.chosen in ("ZeRO 1", "ZeRO 2")
             else ""
         )
-        yield f"  at the start a GPU holds {human_bytes(memory.start)}, before optimizer state{less}"
-    parts = [f"{human_bytes(host.built)} to build the model"] if device == "cuda" else []
-    parts += [f"{human_bytes(host.offloaded)} offloaded"] if host.offloaded else []
-    parts += [f"{human_bytes(host.snapshot)} for async saves"] if host.snapshot else []
-    if parts:
+        yield f"  at the start a GPU holds {human_bytes(memory.start)}, before optimizer state{other_text}"
+    part_texts = (
+        [f"{human_bytes(host_memory.built)} to build the model"] if device == "cuda" else []
+    )
+    part_texts += (
+        [f"{human_bytes(host_memory.offloaded)} offloaded"] if host_memory.offloaded else []
+    )
+    part_texts += (
+        [f"{human_bytes(host_memory.snapshot)} for async saves"] if host_memory.snapshot else []
+    )
+    if part_texts:
         yield (
             "  host memory a rank: "
-            f"{', then '.join([parts[0], ' + '.join(parts[1:])][: len(parts)])}"
+            f"{', then '.join([part_texts[0], ' + '.join(part_texts[1:])][: len(part_texts)])}"
         )
-    if host.nvme:
-        yield f"  files below zero.offload.nvme_path: {human_bytes(host.nvme)} a rank"
+    if host_memory.nvme:
+        yield f"  files below zero.offload.nvme_path: {human_bytes(host_memory.nvme)} a rank"
 
 
-def _width(kind: str) -> int:
-    return 13 if kind == "activations" else 11
+def _column_width(part_name: str) -> int:
+    return 13 if part_name == "activations" else 11

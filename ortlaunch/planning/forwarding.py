@@ -9,7 +9,7 @@ from ortlaunch.recipe import Recipe
 
 # Variables of the user's shell that every rank gets, by name; their values are never written or
 # shown.
-FORWARDED = (
+FORWARDED_VARIABLES = (
     "PATH",
     "PYTHONPATH",
     "LD_LIBRARY_PATH",
@@ -29,22 +29,28 @@ FORWARDED_PREFIXES = (
 )  # fmt: skip
 
 
-def forwarded(recipe: Recipe, environ: Mapping[str, str], secret: bool) -> tuple[str, ...]:
+def forwarded_variable_names(
+    recipe: Recipe, environ: Mapping[str, str], may_come_from_secret: bool
+) -> tuple[str, ...]:
     """Return the names of the variables of the user's environment that ranks get.
 
     Args:
-        secret: a scheduler starts the ranks; a variable that is not set here may come from a
+        may_come_from_secret: a scheduler starts the ranks; a variable that is not set here may come from a
             secret.
 
     Raises:
         PlanError: a variable that the recipe names is not set.
     """
-    named = {name for name in environ if name in FORWARDED or name.startswith(FORWARDED_PREFIXES)}
-    absent = [name for name in recipe.launch.forward if name not in environ]
-    if absent and not (secret and recipe.submit.scheduler == "kubernetes"):
+    present_names = {
+        name
+        for name in environ
+        if name in FORWARDED_VARIABLES or name.startswith(FORWARDED_PREFIXES)
+    }
+    missing_names = [name for name in recipe.launch.forward if name not in environ]
+    if missing_names and not (may_come_from_secret and recipe.submit.scheduler == "kubernetes"):
         raise PlanError(
-            f"launch.forward: {', '.join(absent)} is not set in this shell; export it, or take it "
+            f"launch.forward: {', '.join(missing_names)} is not set in this shell; export it, or take it "
             "out"
         )
     # Variables with a value in the recipe need none from the shell.
-    return tuple(sorted((named | set(recipe.launch.forward)) - set(recipe.launch.env)))
+    return tuple(sorted((present_names | set(recipe.launch.forward)) - set(recipe.launch.env)))

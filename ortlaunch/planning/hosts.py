@@ -20,11 +20,11 @@ from ortlaunch.errors import IS_LFS_POINTER, LFS_POINTER, HostfileError
 from ortlaunch.launch_plan import LOCAL_NAMES, is_this_host
 
 _EXAMPLE = "'worker-1 slots=8'"
-_KEYS = ("slots", "max_slots")
+_SETTING_KEYS = ("slots", "max_slots")
 # Limits against wrong files: digits of a number, names in an error, and bytes of a file.
 _MOST_DIGITS = 4
 _MOST_LISTED = 16
-_MOST_BYTES = 10_000_000
+_MAX_BYTES = 10_000_000
 # Time for the writer of a pipe, as in `--hostfile <(scontrol show hostnames)`.
 _PIPE_SECONDS = 10
 
@@ -65,38 +65,40 @@ class _Setting(NamedTuple):
     column: int
     label: str
     value: str
-    spaced: bool = False
+    has_spaces: bool = False
 
 
 _Problems = list[tuple[int, str]]  # column and text
 
 
-def read_hostfile(path: str | os.PathLike[str], default_slots: int | None = None) -> HostList:
+def read_hostfile(
+    hostfile_path: str | os.PathLike[str], default_slots: int | None = None
+) -> HostList:
     """Read a host file from disk.
 
     Raises:
         HostfileError: it cannot be read, is not UTF-8 or names no host.
     """
-    return parse_hostfile(hostfile_text(path), os.fspath(path), default_slots)
+    return parse_hostfile(hostfile_text(hostfile_path), os.fspath(hostfile_path), default_slots)
 
 
-def hostfile_text(path: str | os.PathLike[str]) -> str:
+def hostfile_text(hostfile_path: str | os.PathLike[str]) -> str:
     """Return the text of a host file.
 
     Raises:
         HostfileError: it cannot be read or is not UTF-8.
     """
-    source = os.fspath(path)
+    path_text = os.fspath(hostfile_path)
     try:
-        data = _bytes(source)
+        data = _read_file_or_pipe(path_text)
     except OSError as error:
         raise HostfileError(
-            f"{source}: cannot be read: {error.strerror}; give a file with lines such as {_EXAMPLE}"
+            f"{path_text}: cannot be read: {error.strerror}; give a file with lines such as {_EXAMPLE}"
         ) from error
-    return _decode(data, source)
+    return _decode_utf8(data, path_text)
 
 
-def _bytes(source: str) -> bytes:
+def _read_file_or_pipe(path_text: str) -> bytes:
     """Return the content of a file or pipe, such as `<(scontrol show hostnames)`.
 
     Raises:
@@ -105,33 +107,37 @@ def _bytes(source: str) -> bytes:
     data = b""
     deadline = time.monotonic() + _PIPE_SECONDS
     # O_NONBLOCK, because opening a pipe without a writer would wait for ever.
-    handle = os.open(source, os.O_RDONLY | os.O_NONBLOCK)
-    with os.fdopen(handle, "rb", buffering=0) as file:
-        while len(data) <= _MOST_BYTES:
+    file_descriptor = os.open(path_text, os.O_RDONLY | os.O_NONBLOCK)
+    with os.fdopen(file_descriptor, "rb", buffering=0) as file:
+        while len(data) <= _MAX_BYTES:
             if not wait_for([file], [], [], max(0.0, deadline - time.monotonic()))[0]:
                 raise OSError(errno.ETIMEDOUT, f"this pipe had no data for {_PIPE_SECONDS} s")
-            piece = os.read(handle, 1 << 16)
-            if not piece:
+            chunk = os.read(file_descriptor, 1 << 16)
+            if not chunk:
                 return data
-            data += piece
-    raise OSError(errno.EFBIG, f"it has more than {_MOST_BYTES:,} bytes")
+            data += chunk
+    raise OSError(errno.EFBIG, f"it has more than {_MAX_BYTES:,} bytes")
 
 
-def parse_hostfile(text: str, source: str, default_slots: int | None = None) -> HostList:
-    """Parse the text of a host file; ``source`` names it in errors.
+def parse_hostfile(
+    hostfile_content: str, source_name: str, default_slots: int | None = None
+) -> HostList:
+    """Parse the text of a host file; ``source_name`` names it in errors.
 
     A line without slots is an error unless ``default_slots`` gives their number. All problems are
     in one HostfileError, a line each: ``SOURCE:LINE:COLUMN: problem; remedy``.
     """
-    hosts, marks = _collect(_lines(text), source, default_slots)
+    hosts, dialect_marks = _collect_hosts(
+        _numbered_lines(hostfile_content), source_name, default_slots
+    )
     if not hosts:
         raise HostfileError(
-            f"{source}: it lists no host; write one line per host, such as {_EXAMPLE}"
+            f"{source_name}: it lists no host; write one line per host, such as {_EXAMPLE}"
         )
-    return HostList(hosts, _dialect(marks))
+    return HostList(hosts, _file_dialect(dialect_marks))
 
 
-def select(
+def select_hosts(
     hosts: Sequence[Host], include: str | None = None, exclude: str | None = None
 ) -> tuple[Host, ...]:
     """Keep or drop hosts and slots by DeepSpeed's grammar, ``worker-2:0,1@worker-3``.
@@ -141,139 +147,164 @@ def select(
     """
     if include is not None and exclude is not None:
         raise HostfileError("--include and --exclude exclude each other; keep one of them")
-    text, option = (include, "--include") if exclude is None else (exclude, "--exclude")
-    if text is None:
+    filter_text, option_name = (include, "--include") if exclude is None else (exclude, "--exclude")
+    if filter_text is None:
         return tuple(hosts)
-    named = _filter(text, option, {_machine(host.name): host for host in hosts})
-    picked = (
-        _pick(host, named.get(_machine(host.name), ()), drop=exclude is not None) for host in hosts
+    devices_by_name = _parse_host_filter(
+        filter_text, option_name, {_name_without_user(host.name): host for host in hosts}
     )
-    kept = tuple(host for host in picked if host.slots)
-    if not kept:
-        raise HostfileError(f"{option} {text!r} leaves no slot on any host; leave at least one")
-    return kept
+    filtered_hosts = (
+        _filter_host_devices(
+            host,
+            devices_by_name.get(_name_without_user(host.name), ()),
+            drops_filtered=exclude is not None,
+        )
+        for host in hosts
+    )
+    nonempty_hosts = tuple(host for host in filtered_hosts if host.slots)
+    if not nonempty_hosts:
+        raise HostfileError(
+            f"{option_name} {filter_text!r} leaves no slot on any host; leave at least one"
+        )
+    return nonempty_hosts
 
 
-def _decode(data: bytes, source: str) -> str:
+def _decode_utf8(data: bytes, source_name: str) -> str:
     """Return the data as text; raise HostfileError at the first byte that is not UTF-8."""
     if data.startswith(LFS_POINTER):
-        raise HostfileError(f"{source} {IS_LFS_POINTER}")
+        raise HostfileError(f"{source_name} {IS_LFS_POINTER}")
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         column = error.start - data.rfind(b"\n", 0, error.start)
         raise HostfileError(
-            f"{source}:{line}:{column}: byte 0x{data[error.start]:02x} is not UTF-8; save the "
+            f"{source_name}:{line}:{column}: byte 0x{data[error.start]:02x} is not UTF-8; save the "
             "file as UTF-8"
         ) from error
 
 
-def _lines(text: str) -> Iterator[tuple[int, str]]:
+def _numbered_lines(hostfile_content: str) -> Iterator[tuple[int, str]]:
     """Yield the numbered lines with more than a comment."""
     # splitlines() would also split at form feeds.
-    for number, line in enumerate(re.split(r"\r\n?|\n", text.lstrip("\ufeff")), 1):
+    for line_number, line in enumerate(re.split(r"\r\n?|\n", hostfile_content.lstrip("\ufeff")), 1):
         content = line.partition("#")[0]
         if content and not content.isspace():
-            yield number, content
+            yield line_number, content
 
 
-def _collect(
-    lines: Iterable[tuple[int, str]], source: str, default_slots: int | None
+def _collect_hosts(
+    numbered_lines: Iterable[tuple[int, str]], source_name: str, default_slots: int | None
 ) -> tuple[tuple[Host, ...], set[str]]:
     """Return hosts and dialect marks of numbered lines, or raise one error with every problem."""
     hosts: list[Host] = []
-    marks: set[str] = set()
-    complaints: list[str] = []
-    seen: dict[str, str] = {}
-    for number, content in lines:
+    dialect_marks: set[str] = set()
+    messages: list[str] = []
+    location_by_name: dict[str, str] = {}
+    for line_number, line_text in numbered_lines:
         problems: _Problems = []
-        if host := _read(content, default_slots, marks, problems):
+        if host := _parse_host_line(line_text, default_slots, dialect_marks, problems):
             hosts.append(host)
-            _refuse_repeated(host, f"{source}:{number}:{_column(content)}", seen, complaints)
-        complaints += [f"{source}:{number}:{column}: {text}" for column, text in problems]
-    if len(hosts) - len(seen) > 1:
-        mend = f"sort {source} | uniq -c | awk '{{print $2\" slots=\"$1}}'"
-        complaints.append(f"{source}: of a list with a name for each slot (PBS, LSF): {mend}")
-    if complaints:
-        raise HostfileError("\n".join(complaints))
-    return tuple(hosts), marks
+            _report_repeated_host(
+                host,
+                f"{source_name}:{line_number}:{_first_column(line_text)}",
+                location_by_name,
+                messages,
+            )
+        messages += [
+            f"{source_name}:{line_number}:{column}: {message}" for column, message in problems
+        ]
+    if len(hosts) - len(location_by_name) > 1:
+        remedy = f"sort {source_name} | uniq -c | awk '{{print $2\" slots=\"$1}}'"
+        messages.append(f"{source_name}: of a list with a name for each slot (PBS, LSF): {remedy}")
+    if messages:
+        raise HostfileError("\n".join(messages))
+    return tuple(hosts), dialect_marks
 
 
-def _refuse_repeated(host: Host, place: str, seen: dict[str, str], complaints: list[str]) -> None:
+def _report_repeated_host(
+    host: Host, location: str, location_by_name: dict[str, str], messages: list[str]
+) -> None:
     # Compared without user and letter case: two names of one machine would put two ranks on one
     # device.
-    name = _machine(host.name).lower()
-    first = seen.setdefault(name, place)
-    if first != place:
-        mend = (
+    name = _name_without_user(host.name).lower()
+    first_location = location_by_name.setdefault(name, location)
+    if first_location != location:
+        remedy = (
             "Open MPI would add up the slots and DeepSpeed would refuse; write it once with "
             "all its slots"
         )
-        complaints.append(f"{place}: host {name!r} is already at {first}; {mend}")
+        messages.append(f"{location}: host {name!r} is already at {first_location}; {remedy}")
 
 
-def _read(
-    content: str, default_slots: int | None, marks: set[str], problems: _Problems
+def _parse_host_line(
+    line_text: str, default_slots: int | None, dialect_marks: set[str], problems: _Problems
 ) -> Host | None:
     """Return the host on one line, and add the mark of its dialect; None when ``problems`` grew."""
-    column = _column(content)
-    token = content.split(None, 1)[0]
-    name, colon = _split(token, column, problems)
-    settings = {} if colon is None else {"slots": _Setting(column, token, colon)}
-    _read_settings(content, column - 1 + len(token), settings, problems)
+    column = _first_column(line_text)
+    host_token = line_text.split(None, 1)[0]
+    name, colon_slots = _split_name_and_slots(host_token, column, problems)
+    settings = {} if colon_slots is None else {"slots": _Setting(column, host_token, colon_slots)}
+    _add_settings(line_text, column - 1 + len(host_token), settings, problems)
     if not problems and default_slots is None and "slots" not in settings:
-        problems.append((column, _no_slots(token)))
-    numbers = {key: _number(setting, problems) for key, setting in settings.items()}
-    slots = numbers.get("slots", default_slots or 0)
-    most = numbers.get("max_slots")
-    if not problems and most is not None and most < slots:
-        low = f"max_slots={most} is below slots={slots}; make it {slots} or more, or leave it out"
-        problems.append((settings["max_slots"].column, low))
+        problems.append((column, _missing_slots_message(host_token)))
+    number_by_key = {
+        key: _setting_number(parsed_setting, problems) for key, parsed_setting in settings.items()
+    }
+    slots = number_by_key.get("slots", default_slots or 0)
+    max_slots = number_by_key.get("max_slots")
+    if not problems and max_slots is not None and max_slots < slots:
+        message = f"max_slots={max_slots} is below slots={slots}; make it {slots} or more, or leave it out"
+        problems.append((settings["max_slots"].column, message))
     if problems:
         return None
-    marks.add(_mark(settings, colon))
-    return Host(name, slots, tuple(range(slots)), most)
+    dialect_marks.add(_line_dialect(settings, colon_slots))
+    return Host(name, slots, tuple(range(slots)), max_slots)
 
 
-def _split(token: str, column: int, problems: _Problems) -> tuple[str, str | None]:
+def _split_name_and_slots(
+    host_token: str, column: int, problems: _Problems
+) -> tuple[str, str | None]:
     """Return name and slots of ``user@[::1]:4``: ``user@::1`` and ``4``, or None without a colon."""
-    match = _NAME.fullmatch(token)
+    match = _NAME.fullmatch(host_token)
     if match is None:
-        problems.append((column, _bad_name(token)))
+        problems.append((column, _bad_name_message(host_token)))
         return "", None
-    user, ipv6, plain, colon = match.groups()
+    user, ipv6, plain_name, colon_slots = match.groups()
     if ipv6 and ipv6 not in LOCAL_NAMES:
-        problems.append((column, _no_ipv6(token)))
-    return user + (ipv6 or plain), colon and colon[1:]
+        problems.append((column, _ipv6_message(host_token)))
+    return user + (ipv6 or plain_name), colon_slots and colon_slots[1:]
 
 
-def _read_settings(
-    content: str, start: int, settings: dict[str, _Setting], problems: _Problems
+def _add_settings(
+    line_text: str, start_offset: int, settings: dict[str, _Setting], problems: _Problems
 ) -> None:
     """Add the ``key=value`` pairs behind the host name to ``settings``; max-slots is max_slots."""
-    for match in _SETTING.finditer(content, start):
-        key, equals, value, junk = match.groups()
+    for match in _SETTING.finditer(line_text, start_offset):
+        key, equals_sign, value, unparsed_text = match.groups()
         column = match.start() + 1
         label = match[0].rstrip()
-        known = (key or "").replace("-", "_")
-        if junk:
+        known_key = (key or "").replace("-", "_")
+        if unparsed_text:
             problems.append(
                 (column, f"{label!r} is not understood; write key=value, such as slots=8")
             )
-        elif known not in _KEYS:
-            problems.append((column, _unknown_key(key, label)))
-        elif known in settings:
+        elif known_key not in _SETTING_KEYS:
+            problems.append((column, _unknown_key_message(key, label)))
+        elif known_key in settings:
             problems.append(
-                (column, f"{label!r} comes after {settings[known].label!r}; write {known} once")
+                (
+                    column,
+                    f"{label!r} comes after {settings[known_key].label!r}; write {known_key} once",
+                )
             )
         else:
-            settings[known] = _Setting(column, label, value, equals != "=")
+            settings[known_key] = _Setting(column, label, value, equals_sign != "=")
 
 
-def _number(setting: _Setting, problems: _Problems) -> int:
+def _setting_number(parsed_setting: _Setting, problems: _Problems) -> int:
     """Return the number in a setting, or 0 and a new problem."""
-    column, label, value, _ = setting
+    column, label, value, _ = parsed_setting
     digits = value[1:] if value.startswith("-") else value
     if not (digits.isascii() and digits.isdigit()):
         problems.append(
@@ -290,111 +321,133 @@ def _number(setting: _Setting, problems: _Problems) -> int:
     return 0
 
 
-def _mark(settings: dict[str, _Setting], colon: str | None) -> str:
+def _line_dialect(settings_by_key: dict[str, _Setting], colon_slots: str | None) -> str:
     """Return the dialect that a line belongs to; empty for a bare name."""
-    if colon is not None:
+    if colon_slots is not None:
         return "MPICH / Intel MPI"
-    if "max_slots" in settings or any(setting.spaced for setting in settings.values()):
+    if "max_slots" in settings_by_key or any(
+        parsed_setting.has_spaces for parsed_setting in settings_by_key.values()
+    ):
         return "Open MPI"
-    return "DeepSpeed / Open MPI" if settings else ""
+    return "DeepSpeed / Open MPI" if settings_by_key else ""
 
 
-def _dialect(marks: set[str]) -> str:
+def _file_dialect(dialect_marks: set[str]) -> str:
     """Return the dialect that fits all lines.
 
     One line that only Open MPI reads makes it an Open MPI file.
     """
-    named = marks - {"", "DeepSpeed / Open MPI"} if "Open MPI" in marks else marks - {""}
-    return " and ".join(sorted(named)) or "names only"
+    named_dialects = (
+        dialect_marks - {"", "DeepSpeed / Open MPI"}
+        if "Open MPI" in dialect_marks
+        else dialect_marks - {""}
+    )
+    return " and ".join(sorted(named_dialects)) or "names only"
 
 
-def _bad_name(token: str) -> str:
-    if "=" in token:
-        return f"a host name is missing before {token!r}; write for example {_EXAMPLE}"
-    if token.count(":") > 1 and "[" not in token:
-        return _no_ipv6(token)
-    if re.search(r"[^\[]\[|,", token):
+def _bad_name_message(host_token: str) -> str:
+    if "=" in host_token:
+        return f"a host name is missing before {host_token!r}; write for example {_EXAMPLE}"
+    if host_token.count(":") > 1 and "[" not in host_token:
+        return _ipv6_message(host_token)
+    if re.search(r"[^\[]\[|,", host_token):
         return (
-            f"{token!r} is several hosts; write each on a line of its own, as `scontrol show "
+            f"{host_token!r} is several hosts; write each on a line of its own, as `scontrol show "
             "hostnames` prints them"
         )
     return (
-        f"{token!r} is not a host; write a name or an address, with user@ before it where ssh "
+        f"{host_token!r} is not a host; write a name or an address, with user@ before it where ssh "
         "needs one"
     )
 
 
-def _no_ipv6(token: str) -> str:
+def _ipv6_message(host_token: str) -> str:
     return (
-        f"{token!r} is an IPv6 address, and ranks meet over IPv4; write the host's name, or its "
+        f"{host_token!r} is an IPv6 address, and ranks meet over IPv4; write the host's name, or its "
         "IPv4 address"
     )
 
 
-def _no_slots(token: str) -> str:
+def _missing_slots_message(host_token: str) -> str:
     meaning = "Open MPI would count its cores and DeepSpeed would refuse it"
-    return f"host {token!r} has no slots; {meaning}, so write for example '{token} slots=8'"
-
-
-def _unknown_key(key: str, label: str) -> str:
-    hint = _close(key.lower().replace("-", "_"), _KEYS)
     return (
-        f"{key!r} in {label!r} is not a key of a host file; {hint}the keys are "
-        f"{' and '.join(_KEYS)}"
+        f"host {host_token!r} has no slots; {meaning}, so write for example '{host_token} slots=8'"
     )
 
 
-def _close(word: str, right: Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, list(right), n=1)
-    return f"did you mean {close[0]!r}? " if close else ""
+def _unknown_key_message(key: str, label: str) -> str:
+    guess_text = _closest_word_text(key.lower().replace("-", "_"), _SETTING_KEYS)
+    return (
+        f"{key!r} in {label!r} is not a key of a host file; {guess_text}the keys are "
+        f"{' and '.join(_SETTING_KEYS)}"
+    )
 
 
-def _filter(text: str, option: str, hosts: dict[str, Host]) -> dict[str, tuple[int, ...]]:
+def _closest_word_text(misspelt_word: str, known_words: Iterable[str]) -> str:
+    closest_words = difflib.get_close_matches(misspelt_word, list(known_words), n=1)
+    return f"did you mean {closest_words[0]!r}? " if closest_words else ""
+
+
+def _parse_host_filter(
+    filter_text: str, option_name: str, host_by_name: dict[str, Host]
+) -> dict[str, tuple[int, ...]]:
     """Return the devices that a filter names, by machine; raise one error with every problem."""
-    named: dict[str, tuple[int, ...]] = {}
-    complaints: list[str] = []
-    for match in re.finditer(r"(?:^|(?<=@))[^@]*", text):
-        if problem := _want(match[0], hosts, named):
-            complaints.append(f"{option}:1:{match.start() + _column(match[0])}: {problem}")
-    if complaints:
-        raise HostfileError("\n".join(complaints))
-    return named
+    devices_by_name: dict[str, tuple[int, ...]] = {}
+    messages: list[str] = []
+    for match in re.finditer(r"(?:^|(?<=@))[^@]*", filter_text):
+        if message := _parse_filter_item(match[0], host_by_name, devices_by_name):
+            messages.append(f"{option_name}:1:{match.start() + _first_column(match[0])}: {message}")
+    if messages:
+        raise HostfileError("\n".join(messages))
+    return devices_by_name
 
 
-def _want(item: str, hosts: dict[str, Host], named: dict[str, tuple[int, ...]]) -> str:
-    """Read one ``name`` or ``name:0,1`` into ``named``; return the problem with it, or nothing."""
-    bracketed, _, plain = item.strip().rpartition("]")
-    name, colon, slots = plain.partition(":")
-    name = bracketed.lstrip("[") + name.strip()
+def _parse_filter_item(
+    filter_item: str, host_by_name: dict[str, Host], devices_by_name: dict[str, tuple[int, ...]]
+) -> str:
+    """Read one ``name`` or ``name:0,1`` into ``devices_by_name``; return the problem with it, or nothing."""
+    bracketed_name, _, plain_text = filter_item.strip().rpartition("]")
+    name, colon, slots_text = plain_text.partition(":")
+    name = bracketed_name.lstrip("[") + name.strip()
     if not name:
         return "a host name is missing; write for example worker-2:0,1@worker-3"
-    if name not in hosts:
-        return f"no such host: {name!r}; {_close(name, hosts)}the hosts are {_listed(list(hosts))}"
-    if name in named:
-        return f"host {name!r} is named twice; write it once, with all its slots: {name}:0,1"
-    devices = {str(device): device for device in hosts[name].devices}
-    wanted = [slot.strip() for slot in slots.split(",")] if colon else list(devices)
-    if strange := [slot for slot in wanted if slot not in devices]:
+    if name not in host_by_name:
         return (
-            f"host {name!r} has no slot {_listed(strange)}; its slots are {_listed(list(devices))}"
+            f"no such host: {name!r}; {_closest_word_text(name, host_by_name)}the hosts are "
+            f"{_shorten_names(list(host_by_name))}"
         )
-    named[name] = tuple(devices[slot] for slot in wanted)
+    if name in devices_by_name:
+        return f"host {name!r} is named twice; write it once, with all its slots: {name}:0,1"
+    device_by_text = {str(device): device for device in host_by_name[name].devices}
+    slot_texts = [slot.strip() for slot in slots_text.split(",")] if colon else list(device_by_text)
+    if unknown_slots := [slot for slot in slot_texts if slot not in device_by_text]:
+        return (
+            f"host {name!r} has no slot {_shorten_names(unknown_slots)}; its slots are "
+            f"{_shorten_names(list(device_by_text))}"
+        )
+    devices_by_name[name] = tuple(device_by_text[slot] for slot in slot_texts)
     return ""
 
 
-def _pick(host: Host, named: tuple[int, ...], drop: bool) -> Host:
-    kept = tuple(device for device in host.devices if (device in named) != drop)
-    return host._replace(slots=len(kept), devices=kept)
+def _filter_host_devices(
+    host: Host, filtered_devices: tuple[int, ...], drops_filtered: bool
+) -> Host:
+    kept_devices = tuple(
+        device for device in host.devices if (device in filtered_devices) != drops_filtered
+    )
+    return host._replace(slots=len(kept_devices), devices=kept_devices)
 
 
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - _MOST_LISTED
-    return ", ".join(map(repr, names[:_MOST_LISTED])) + (f" and {more} more" if more > 0 else "")
+def _shorten_names(names: Sequence[str]) -> str:
+    further_count = len(names) - _MOST_LISTED
+    return ", ".join(map(repr, names[:_MOST_LISTED])) + (
+        f" and {further_count} more" if further_count > 0 else ""
+    )
 
 
-def _machine(name: str) -> str:
-    return name.rpartition("@")[2]
+def _name_without_user(host_name: str) -> str:
+    return host_name.rpartition("@")[2]
 
 
-def _column(content: str) -> int:
-    return len(content) - len(content.lstrip()) + 1
+def _first_column(line_text: str) -> int:
+    return len(line_text) - len(line_text.lstrip()) + 1

@@ -10,27 +10,35 @@ from ortlaunch.recipe import Recipe
 _CHUNKS = {"cpu": (5 * 2**20, 128), "cuda": (2**25, 1024)}
 
 
-def chunk_rows(requested: int | str, rows: int, vocabulary: int, device: str) -> int:
+def rows_per_loss_chunk(
+    requested: int | str, logit_rows: int, vocabulary_size: int, device: str
+) -> int:
     """Return the rows of a chunk of the loss; 0: all logits are computed at once.
 
     Args:
         requested: the field `engine.chunked_loss`: auto, off or a number of rows.
-        rows: rows of all logits.
-        vocabulary: columns of the logits.
+        logit_rows: rows of all logits.
+        vocabulary_size: columns of the logits.
         device: cpu or cuda.
     """
     if requested != "auto":
         return 0 if requested == "off" else int(requested)
-    logits, least = _CHUNKS[device]
+    logits_per_chunk, least_rows = _CHUNKS[device]
     # Rounded down to a multiple of 32 rows.
-    chunk = max(least, logits // vocabulary // 32 * 32)
-    return chunk if chunk < rows else 0
+    rows_per_chunk = max(least_rows, logits_per_chunk // vocabulary_size // 32 * 32)
+    return rows_per_chunk if rows_per_chunk < logit_rows else 0
 
 
-def chunked(recipe: Recipe, tokens: int, vocabulary: int, device: str) -> int:
+def allowed_rows_per_chunk(
+    recipe: Recipe, token_count: int, vocabulary_size: int, device: str
+) -> int:
     """Return the rows of a chunk of the loss, or 0 if the recipe does not allow chunks.
 
     The model may not allow them either; the worker detects that (model/chunked_head.py).
     """
-    whole = not recipe.model.traits.predicts or (recipe.zero and recipe.zero.stage == 3)
-    return 0 if whole else chunk_rows(recipe.engine.chunked_loss, tokens, vocabulary, device)
+    needs_all_logits = not recipe.model.traits.predicts or (recipe.zero and recipe.zero.stage == 3)
+    return (
+        0
+        if needs_all_logits
+        else rows_per_loss_chunk(recipe.engine.chunked_loss, token_count, vocabulary_size, device)
+    )

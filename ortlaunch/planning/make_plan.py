@@ -8,7 +8,7 @@ from dataclasses import replace
 from ortlaunch.launch_plan import Plan
 from ortlaunch.launchers import rendezvous_text
 from ortlaunch.planning.deepspeed_config import deepspeed_config
-from ortlaunch.planning.memory import estimate
+from ortlaunch.planning.memory import estimate_rank_memory
 from ortlaunch.planning.workload import Workload, solve_batch
 from ortlaunch.planning.world import World
 from ortlaunch.recipe import Recipe
@@ -17,69 +17,73 @@ from ortlaunch.recipe import Recipe
 def make_plan(
     recipe: Recipe,
     world: World,
-    work: Workload,
+    workload: Workload,
     *,
-    task: str = "train",
-    modules: str,
-    worker: Sequence[str],
+    task_name: str = "train",
+    modules_folder: str,
+    worker_argv: Sequence[str],
 ) -> Plan:
     """Plan a run, once all choices are made.
 
     Args:
         recipe: a valid recipe.
         world: its hosts in rank order, every slot of which becomes a rank; launcher and device.
-        work: the batch for these ranks, and its memory.
-        task: the work of the ranks, by its name in `worker/tasks/`.
-        modules: folder of the recipe, which may contain the user's own modules.
-        worker: the command of one rank.
+        workload: the batch for these ranks, and its memory.
+        task_name: the work of the ranks, by its name in `worker/tasks/`.
+        modules_folder: folder of the recipe, which may contain the user's own modules.
+        worker_argv: the command of one rank.
     """
-    batch = work.batch
+    batch = workload.batch
     return Plan(
         name=recipe.name,
-        task=task,
+        task=task_name,
         launcher=world.launcher,
         device=world.device,
         nodes=world.nodes,
         batch=batch,
         threads=world.threads,
         rendezvous=rendezvous_text(world.launcher, len(world.hosts)),
-        modules=modules,
-        argv=tuple(worker),
+        modules=modules_folder,
+        argv=tuple(worker_argv),
         # The user's own variables come last and win.
-        env=tuple(sorted({**_interface(recipe), **recipe.launch.env}.items())),
+        env=tuple(sorted({**_network_interface_variables(recipe), **recipe.launch.env}.items())),
         forward=world.forward,
-        memory=work.memory,
+        memory=workload.memory,
         deepspeed=deepspeed_config(
-            recipe, batch.micro_samples, batch.accumulation_steps, world.ranks
+            recipe, batch.micro_samples, batch.accumulation_steps, world.rank_count
         ),
         grace_seconds=recipe.launch.grace_seconds,
         shown=recipe.log.ranks,
     )
 
 
-def replan(recipe: Recipe, plan: Plan) -> Plan:
+def plan_with_other_batch(recipe: Recipe, plan: Plan) -> Plan:
     """Return the plan of the same world with another batch.
 
     Raises:
         PlanError: the batch equation has no whole solution on these ranks.
     """
     batch = solve_batch(recipe, plan.world_size)
-    ranks = plan.world_size
-    memory = plan.memory and estimate(
-        recipe, batch.micro_samples, ranks, plan.device, plan.memory.process
+    rank_count = plan.world_size
+    memory = plan.memory and estimate_rank_memory(
+        recipe, batch.micro_samples, rank_count, plan.device, plan.memory.process
     )
     return replace(
         plan,
         batch=batch,
         memory=memory,
-        deepspeed=deepspeed_config(recipe, batch.micro_samples, batch.accumulation_steps, ranks),
+        deepspeed=deepspeed_config(
+            recipe, batch.micro_samples, batch.accumulation_steps, rank_count
+        ),
     )
 
 
-def _interface(recipe: Recipe) -> dict[str, str]:
+def _network_interface_variables(recipe: Recipe) -> dict[str, str]:
     """Return the variables by which gloo and NCCL select the network interface."""
-    name = recipe.launch.interface
+    interface_name = recipe.launch.interface
     return (
         # For NCCL, `=` means exactly this name; without it, a prefix.
-        {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"} if name else {}
+        {"GLOO_SOCKET_IFNAME": interface_name, "NCCL_SOCKET_IFNAME": f"={interface_name}"}
+        if interface_name
+        else {}
     )

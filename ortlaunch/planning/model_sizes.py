@@ -1,6 +1,7 @@
 """Tensors of model families, from the fields of their configs.
 
-The config is one that `families.complete` or `families.sized` returned. A test compares the counts
+The config is one that `families.fill_config_defaults` or `families.normalize_sizes` returned. A
+test compares the counts
 with transformers, and those of adapters with peft.
 """
 
@@ -14,222 +15,405 @@ from ortlaunch.model_tasks import MODEL_TASKS
 from ortlaunch.recipe.fields.families import DECODERS
 
 # Name, inputs and outputs of a linear layer.
-Linear = tuple[str, int, int]
+LinearLayer = tuple[str, int, int]
 
 
-class Layers(NamedTuple):
+class EqualLayers(NamedTuple):
     """Equal layers: their number, the linear layers of one, and its biases and norms."""
 
-    number: int
-    linear: list[Linear]
-    vectors: list[int]
+    layer_count: int
+    linear_layers: list[LinearLayer]
+    vector_sizes: list[int]
 
 
-class Shape(NamedTuple):
+class ModelShape(NamedTuple):
     """A model: its layers, and the tensors of its embeddings, last norm and head."""
 
-    layers: list[Layers]
-    rest: list[int]
-    adapted: Sequence[Linear] = ()
+    layer_groups: list[EqualLayers]
+    other_sizes: list[int]
+    adaptable_layers: Sequence[LinearLayer] = ()
     """Linear layers of `rest` that an adapter of their name, or of all linear layers, reaches."""
 
-    def tensors(self) -> list[int]:
+    def tensor_sizes(self) -> list[int]:
         """Return the elements of each parameter."""
-        of_layers = [
+        layer_sizes = [
             size
-            for each in self.layers
-            for size in [*(a * b for _, a, b in each.linear), *each.vectors] * each.number
+            for layer_group in self.layer_groups
+            for size in [
+                *(a * b for _, a, b in layer_group.linear_layers),
+                *layer_group.vector_sizes,
+            ]
+            * layer_group.layer_count
         ]
-        return [*of_layers, *self.rest]
+        return [*layer_sizes, *self.other_sizes]
 
-    def linear(self, names: Sequence[str]) -> list[tuple[int, int]] | None:
+    def adapter_sizes(self, target_names: Sequence[str]) -> list[tuple[int, int]] | None:
         """Return inputs and outputs of the linear layers of these names; None: one is unknown."""
-        every = [*self.adapted, *(one for each in self.layers for one in each.linear * each.number)]
-        known = {name for name, _, _ in every}
-        wanted = known if "all-linear" in names else set(names)
-        return [(a, b) for name, a, b in every if name in wanted] if wanted <= known else None
+        all_linear_layers = [
+            *self.adaptable_layers,
+            *(
+                linear_layer
+                for layer_group in self.layer_groups
+                for linear_layer in layer_group.linear_layers * layer_group.layer_count
+            ),
+        ]
+        known_names = {name for name, _, _ in all_linear_layers}
+        wanted_names = known_names if "all-linear" in target_names else set(target_names)
+        return (
+            [(a, b) for name, a, b in all_linear_layers if name in wanted_names]
+            if wanted_names <= known_names
+            else None
+        )
 
 
-def _classes(c: Json, task: str, width: int) -> list[int]:
+def _label_head_tensors(config: Json, task_name: str, hidden_size: int) -> list[int]:
     """Return weight and bias of a head for labels; nothing for tasks without."""
-    traits = MODEL_TASKS[task]
-    count = 1 if traits.label == "number" else c.get("num_labels", 2)
-    return [width * count, count] if traits.has_new_head else []
+    traits = MODEL_TASKS[task_name]
+    class_count = 1 if traits.label == "number" else config.get("num_labels", 2)
+    return [hidden_size * class_count, class_count] if traits.has_new_head else []
 
 
-def _encoder_layer(h: int, i: int, names: tuple[str, ...]) -> tuple[list[Linear], list[int]]:
+def _encoder_layer_tensors(
+    hidden_size: int, inner_size: int, layer_names: tuple[str, ...]
+) -> tuple[list[LinearLayer], list[int]]:
     """Return the linear layers of BERT's layer, with biases, and its two norms."""
-    sizes = [(h, h)] * 4 + [(h, i), (i, h)]
-    linear = [(name, a, b) for name, (a, b) in zip(names, sizes)]
-    return linear, [*(b for _, _, b in linear), *[h] * 4]
+    sizes = [(hidden_size, hidden_size)] * 4 + [
+        (hidden_size, inner_size),
+        (inner_size, hidden_size),
+    ]
+    linear_layers = [(name, a, b) for name, (a, b) in zip(layer_names, sizes)]
+    return linear_layers, [*(b for _, _, b in linear_layers), *[hidden_size] * 4]
 
 
-def _bert(c: Json, task: str) -> Shape:
-    h = c["hidden_size"]
-    traits = MODEL_TASKS[task]
-    names = ("query", "key", "value", "dense", "dense", "dense")
-    layer = Layers(c["num_hidden_layers"], *_encoder_layer(h, c["intermediate_size"], names))
-    heads = [("dense", h, h)] * (traits.pools + bool(traits.predicts))
-    heads += [("seq_relationship", h, 2)] * traits.pairs
-    rest = [c["vocab_size"] * h, c["max_position_embeddings"] * h, c["type_vocab_size"] * h, h, h]
-    rest += [size for _, a, b in heads for size in (a * b, b)]
+def _bert_shape(config: Json, task_name: str) -> ModelShape:
+    hidden_size = config["hidden_size"]
+    traits = MODEL_TASKS[task_name]
+    layer_names = ("query", "key", "value", "dense", "dense", "dense")
+    layer_group = EqualLayers(
+        config["num_hidden_layers"],
+        *_encoder_layer_tensors(hidden_size, config["intermediate_size"], layer_names),
+    )
+    head_layers = [("dense", hidden_size, hidden_size)] * (traits.pools + bool(traits.predicts))
+    head_layers += [("seq_relationship", hidden_size, 2)] * traits.pairs
+    other_sizes = [
+        config["vocab_size"] * hidden_size,
+        config["max_position_embeddings"] * hidden_size,
+        config["type_vocab_size"] * hidden_size,
+        hidden_size,
+        hidden_size,
+    ]
+    other_sizes += [size for _, a, b in head_layers for size in (a * b, b)]
     if traits.predicts:
-        tied = c.get("tie_word_embeddings", True)
-        rest += [h, h, c["vocab_size"], *([] if tied else [c["vocab_size"] * h, c["vocab_size"]])]
-    return Shape([layer], [*rest, *_classes(c, task, h)], heads)
+        is_tied = config.get("tie_word_embeddings", True)
+        other_sizes += [
+            hidden_size,
+            hidden_size,
+            config["vocab_size"],
+            *([] if is_tied else [config["vocab_size"] * hidden_size, config["vocab_size"]]),
+        ]
+    return ModelShape(
+        [layer_group],
+        [*other_sizes, *_label_head_tensors(config, task_name, hidden_size)],
+        head_layers,
+    )
 
 
-def _llama(c: Json, task: str) -> Shape:
-    h = c["hidden_size"]
-    i = c["intermediate_size"]
-    heads = c["num_attention_heads"]
-    width = c["head_dim"] or h // heads
-    q = heads * width
-    kv = (c["num_key_value_heads"] or heads) * width
-    own = DECODERS[c["model_type"]]
-    linear = [
-        ("q_proj", h, q), ("k_proj", h, kv), ("v_proj", h, kv), ("o_proj", q, h),
-        ("gate_proj", h, i), ("up_proj", h, i), ("down_proj", i, h),
-    ]  # fmt: skip
-    if c["model_type"] == "phi3":
-        linear = [
-            ("qkv_proj", h, q + 2 * kv), ("o_proj", q, h), ("gate_up_proj", h, 2 * i),
-            ("down_proj", i, h),
-        ]  # fmt: skip
-    vectors = [h] * (2 + own.norms) + [width, width] * own.head_norms
-    vectors += [q, kv, kv, h] if c["attention_bias"] else []
-    vectors += [i, i, h] if c["mlp_bias"] else []
-    is_tied = c.get("tie_word_embeddings", False) or MODEL_TASKS[task].label
-    head = _last_classes(c, task, h) if is_tied else [c["vocab_size"] * h]
-    layer = Layers(c["num_hidden_layers"], linear, vectors)
-    return Shape([layer], [c["vocab_size"] * h, h, *head])
+def _llama_shape(config: Json, task_name: str) -> ModelShape:
+    hidden_size = config["hidden_size"]
+    inner_size = config["intermediate_size"]
+    head_count = config["num_attention_heads"]
+    head_size = config["head_dim"] or hidden_size // head_count
+    query_size = head_count * head_size
+    key_value_size = (config["num_key_value_heads"] or head_count) * head_size
+    decoder_traits = DECODERS[config["model_type"]]
+    linear_layers = [
+        ("q_proj", hidden_size, query_size),
+        ("k_proj", hidden_size, key_value_size),
+        ("v_proj", hidden_size, key_value_size),
+        ("o_proj", query_size, hidden_size),
+        ("gate_proj", hidden_size, inner_size),
+        ("up_proj", hidden_size, inner_size),
+        ("down_proj", inner_size, hidden_size),
+    ]
+    if config["model_type"] == "phi3":
+        linear_layers = [
+            ("qkv_proj", hidden_size, query_size + 2 * key_value_size),
+            ("o_proj", query_size, hidden_size),
+            ("gate_up_proj", hidden_size, 2 * inner_size),
+            ("down_proj", inner_size, hidden_size),
+        ]
+    vector_sizes = [hidden_size] * (2 + decoder_traits.norms) + [
+        head_size,
+        head_size,
+    ] * decoder_traits.head_norms
+    vector_sizes += (
+        [query_size, key_value_size, key_value_size, hidden_size]
+        if config["attention_bias"]
+        else []
+    )
+    vector_sizes += [inner_size, inner_size, hidden_size] if config["mlp_bias"] else []
+    is_tied = config.get("tie_word_embeddings", False) or MODEL_TASKS[task_name].label
+    head_sizes = (
+        _last_token_head_tensors(config, task_name, hidden_size)
+        if is_tied
+        else [config["vocab_size"] * hidden_size]
+    )
+    layer_group = EqualLayers(config["num_hidden_layers"], linear_layers, vector_sizes)
+    return ModelShape([layer_group], [config["vocab_size"] * hidden_size, hidden_size, *head_sizes])
 
 
-def _last_classes(c: Json, task: str, width: int) -> list[int]:
+def _last_token_head_tensors(config: Json, task_name: str, hidden_size: int) -> list[int]:
     """Return the tensors of a decoder's head for labels: a class of the last token has no bias."""
-    head = _classes(c, task, width)
-    return head[:1] if MODEL_TASKS[task].pools else head
+    head_sizes = _label_head_tensors(config, task_name, hidden_size)
+    return head_sizes[:1] if MODEL_TASKS[task_name].pools else head_sizes
 
 
-def _deberta(c: Json, task: str) -> Shape:
-    h = c["hidden_size"]
-    names = ("query_proj", "key_proj", "value_proj", "dense", "dense", "dense")
-    layer = Layers(c["num_hidden_layers"], *_encoder_layer(h, c["intermediate_size"], names))
+def _deberta_shape(config: Json, task_name: str) -> ModelShape:
+    hidden_size = config["hidden_size"]
+    layer_names = ("query_proj", "key_proj", "value_proj", "dense", "dense", "dense")
+    layer_group = EqualLayers(
+        config["num_hidden_layers"],
+        *_encoder_layer_tensors(hidden_size, config["intermediate_size"], layer_names),
+    )
     # Of version 3: no absolute positions, one table of relative ones with a norm, shared projections.
-    embeddings = [c["vocab_size"] * h, h, h, 2 * c["position_buckets"] * h, h, h]
-    head = _head(c, task, h, h)
-    return Shape([layer], [*embeddings, *head], [("dense", h, h)] * (len(head) > 2))
+    embedding_sizes = [
+        config["vocab_size"] * hidden_size,
+        hidden_size,
+        hidden_size,
+        2 * config["position_buckets"] * hidden_size,
+        hidden_size,
+        hidden_size,
+    ]
+    head_sizes = _bert_head_tensors(config, task_name, hidden_size, hidden_size)
+    return ModelShape(
+        [layer_group],
+        [*embedding_sizes, *head_sizes],
+        [("dense", hidden_size, hidden_size)] * (len(head_sizes) > 2),
+    )
 
 
-def _head(c: Json, task: str, h: int, e: int) -> list[int]:
+def _bert_head_tensors(
+    config: Json, task_name: str, hidden_size: int, embedding_size: int
+) -> list[int]:
     """Return a head of BERT's kind: a layer and a norm before words, a pooler before a class.
 
     The weights of the words are those of the embeddings.
 
     Args:
-        c: the config.
-        task: the task of the model.
-        h: width of the layers.
-        e: width of the embeddings.
+        config: the config.
+        task_name: the task of the model.
+        hidden_size: width of the layers.
+        embedding_size: width of the embeddings.
     """
-    if MODEL_TASKS[task].predicts:
-        return [h * e, e, e, e, c["vocab_size"]]
-    return [*([h * h, h] if MODEL_TASKS[task].pools else []), *_classes(c, task, h)]
+    if MODEL_TASKS[task_name].predicts:
+        return [
+            hidden_size * embedding_size,
+            embedding_size,
+            embedding_size,
+            embedding_size,
+            config["vocab_size"],
+        ]
+    return [
+        *([hidden_size * hidden_size, hidden_size] if MODEL_TASKS[task_name].pools else []),
+        *_label_head_tensors(config, task_name, hidden_size),
+    ]
 
 
-def _modernbert(c: Json, task: str) -> Shape:
-    h = c["hidden_size"]
-    i = c["intermediate_size"]
-    count = c["num_hidden_layers"]
-    linear = [("Wqkv", h, 3 * h), ("Wo", h, h), ("Wi", h, 2 * i), ("Wo", i, h)]
+def _modernbert_shape(config: Json, task_name: str) -> ModelShape:
+    hidden_size = config["hidden_size"]
+    inner_size = config["intermediate_size"]
+    layer_count = config["num_hidden_layers"]
+    linear_layers = [
+        ("Wqkv", hidden_size, 3 * hidden_size),
+        ("Wo", hidden_size, hidden_size),
+        ("Wi", hidden_size, 2 * inner_size),
+        ("Wo", inner_size, hidden_size),
+    ]
     # The first layer has one norm, the others two; norms of embeddings, of the end, of the head.
-    rest = [c["vocab_size"] * h, h, h, h * h, h, *[h] * (count - 1)]
-    words = [c["vocab_size"]] if MODEL_TASKS[task].predicts else []
-    layers = [Layers(count, linear, [h])]
-    return Shape(layers, [*rest, *words, *_classes(c, task, h)], [("dense", h, h)])
+    other_sizes = [
+        config["vocab_size"] * hidden_size,
+        hidden_size,
+        hidden_size,
+        hidden_size * hidden_size,
+        hidden_size,
+        *[hidden_size] * (layer_count - 1),
+    ]
+    word_bias_sizes = [config["vocab_size"]] if MODEL_TASKS[task_name].predicts else []
+    layer_groups = [EqualLayers(layer_count, linear_layers, [hidden_size])]
+    return ModelShape(
+        layer_groups,
+        [*other_sizes, *word_bias_sizes, *_label_head_tensors(config, task_name, hidden_size)],
+        [("dense", hidden_size, hidden_size)],
+    )
 
 
-def _roberta(c: Json, task: str) -> Shape:
-    h = c["hidden_size"]
+def _roberta_shape(config: Json, task_name: str) -> ModelShape:
+    hidden_size = config["hidden_size"]
     # ELECTRA's embeddings may be narrower than its layers.
-    e: int = c.get("embedding_size") or h
-    names = ("query", "key", "value", "dense", "dense", "dense")
-    layer = Layers(c["num_hidden_layers"], *_encoder_layer(h, c["intermediate_size"], names))
-    tables = c["vocab_size"] + c["max_position_embeddings"] + c["type_vocab_size"]
-    rest = [tables * e, e, e, *([] if e == h else [e * h, h])]
-    adapted = [("embeddings_project", e, h)] * (e != h)
-    adapted += [("dense", h, e)] * bool(MODEL_TASKS[task].predicts)
-    return Shape([layer], [*rest, *_head(c, task, h, e)], adapted)
+    embedding_size: int = config.get("embedding_size") or hidden_size
+    layer_names = ("query", "key", "value", "dense", "dense", "dense")
+    layer_group = EqualLayers(
+        config["num_hidden_layers"],
+        *_encoder_layer_tensors(hidden_size, config["intermediate_size"], layer_names),
+    )
+    table_rows = (
+        config["vocab_size"] + config["max_position_embeddings"] + config["type_vocab_size"]
+    )
+    other_sizes = [
+        table_rows * embedding_size,
+        embedding_size,
+        embedding_size,
+        *([] if embedding_size == hidden_size else [embedding_size * hidden_size, hidden_size]),
+    ]
+    adaptable_layers = [("embeddings_project", embedding_size, hidden_size)] * (
+        embedding_size != hidden_size
+    )
+    adaptable_layers += [("dense", hidden_size, embedding_size)] * bool(
+        MODEL_TASKS[task_name].predicts
+    )
+    return ModelShape(
+        [layer_group],
+        [*other_sizes, *_bert_head_tensors(config, task_name, hidden_size, embedding_size)],
+        adaptable_layers,
+    )
 
 
-def _distilbert(c: Json, task: str) -> Shape:
-    h = c["hidden_size"]
-    names = ("q_lin", "k_lin", "v_lin", "out_lin", "lin1", "lin2")
-    layer = Layers(c["num_hidden_layers"], *_encoder_layer(h, c["intermediate_size"], names))
-    rest = [(c["vocab_size"] + c["max_position_embeddings"]) * h, h, h]
-    adapted = [("vocab_transform", h, h)] * bool(MODEL_TASKS[task].predicts)
-    return Shape([layer], [*rest, *_head(c, task, h, h)], adapted)
+def _distilbert_shape(config: Json, task_name: str) -> ModelShape:
+    hidden_size = config["hidden_size"]
+    layer_names = ("q_lin", "k_lin", "v_lin", "out_lin", "lin1", "lin2")
+    layer_group = EqualLayers(
+        config["num_hidden_layers"],
+        *_encoder_layer_tensors(hidden_size, config["intermediate_size"], layer_names),
+    )
+    other_sizes = [
+        (config["vocab_size"] + config["max_position_embeddings"]) * hidden_size,
+        hidden_size,
+        hidden_size,
+    ]
+    adaptable_layers = [("vocab_transform", hidden_size, hidden_size)] * bool(
+        MODEL_TASKS[task_name].predicts
+    )
+    return ModelShape(
+        [layer_group],
+        [*other_sizes, *_bert_head_tensors(config, task_name, hidden_size, hidden_size)],
+        adaptable_layers,
+    )
 
 
-def _gpt2(c: Json, task: str) -> Shape:
-    h = c["hidden_size"]
-    i = c["intermediate_size"]
-    linear = [("c_attn", h, 3 * h), ("c_proj", h, h), ("c_fc", h, i), ("c_proj", i, h)]
-    layer = Layers(c["num_hidden_layers"], linear, [3 * h, h, i, h, *[h] * 4])
-    return _decoder(c, task, layer, c["positions"])
+def _gpt2_shape(config: Json, task_name: str) -> ModelShape:
+    hidden_size = config["hidden_size"]
+    inner_size = config["intermediate_size"]
+    linear_layers = [
+        ("c_attn", hidden_size, 3 * hidden_size),
+        ("c_proj", hidden_size, hidden_size),
+        ("c_fc", hidden_size, inner_size),
+        ("c_proj", inner_size, hidden_size),
+    ]
+    layer_group = EqualLayers(
+        config["num_hidden_layers"],
+        linear_layers,
+        [3 * hidden_size, hidden_size, inner_size, hidden_size, *[hidden_size] * 4],
+    )
+    return _decoder_shape(config, task_name, layer_group, config["positions"])
 
 
-def _opt(c: Json, task: str) -> Shape:
-    h = c["hidden_size"]
-    names = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
-    layer = Layers(c["num_hidden_layers"], *_encoder_layer(h, c["intermediate_size"], names))
+def _opt_shape(config: Json, task_name: str) -> ModelShape:
+    hidden_size = config["hidden_size"]
+    layer_names = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
+    layer_group = EqualLayers(
+        config["num_hidden_layers"],
+        *_encoder_layer_tensors(hidden_size, config["intermediate_size"], layer_names),
+    )
     # Its first two positions are those of padding.
-    return _decoder(c, task, layer, c["max_position_embeddings"] + 2)
+    return _decoder_shape(config, task_name, layer_group, config["max_position_embeddings"] + 2)
 
 
-def _decoder(c: Json, task: str, layer: Layers, positions: int) -> Shape:
+def _decoder_shape(
+    config: Json, task_name: str, layer_group: EqualLayers, position_count: int
+) -> ModelShape:
     """Return a decoder with learned positions, whose head has the weights of the embeddings."""
-    h = c["hidden_size"]
-    return Shape([layer], [(c["vocab_size"] + positions) * h, h, h, *_last_classes(c, task, h)])
+    hidden_size = config["hidden_size"]
+    return ModelShape(
+        [layer_group],
+        [
+            (config["vocab_size"] + position_count) * hidden_size,
+            hidden_size,
+            hidden_size,
+            *_last_token_head_tensors(config, task_name, hidden_size),
+        ],
+    )
 
 
-def _vit(c: Json, task: str) -> Shape:
-    h = c["hidden_size"]
-    names = ("q_proj", "k_proj", "v_proj", "o_proj", "fc1", "fc2")
-    layer = Layers(c["num_hidden_layers"], *_encoder_layer(h, c["intermediate_size"], names))
-    patch = 3 * c["patch_size"] ** 2 * h
-    return Shape([layer], [patch, h, h, c["positions"] * h, h, h, *_classes(c, task, h)])
+def _vit_shape(config: Json, task_name: str) -> ModelShape:
+    hidden_size = config["hidden_size"]
+    layer_names = ("q_proj", "k_proj", "v_proj", "o_proj", "fc1", "fc2")
+    layer_group = EqualLayers(
+        config["num_hidden_layers"],
+        *_encoder_layer_tensors(hidden_size, config["intermediate_size"], layer_names),
+    )
+    patch_size = 3 * config["patch_size"] ** 2 * hidden_size
+    return ModelShape(
+        [layer_group],
+        [
+            patch_size,
+            hidden_size,
+            hidden_size,
+            config["positions"] * hidden_size,
+            hidden_size,
+            hidden_size,
+            *_label_head_tensors(config, task_name, hidden_size),
+        ],
+    )
 
 
-def _whisper(c: Json, task: str) -> Shape:
-    h = c["d_model"]
-    attention = ("q_proj", "k_proj", "v_proj", "out_proj")
-    linear, vectors = _encoder_layer(h, c["encoder_ffn_dim"], (*attention, "fc1", "fc2"))
+def _whisper_shape(config: Json, task_name: str) -> ModelShape:
+    hidden_size = config["d_model"]
+    attention_names = ("q_proj", "k_proj", "v_proj", "out_proj")
+    linear_layers, vector_sizes = _encoder_layer_tensors(
+        hidden_size, config["encoder_ffn_dim"], (*attention_names, "fc1", "fc2")
+    )
     # Keys have no bias. Cross attention has a norm of its own.
-    encoder = Layers(c["encoder_layers"], linear, vectors[1:])
-    cross = [(name, h, h) for name in attention]
-    decoder = Layers(c["decoder_layers"], [*linear, *cross], [*vectors[1:], *[h] * 5])
-    audio = [3 * c["num_mel_bins"] * h, h, 3 * h * h, h, c["max_source_positions"] * h, h, h]
-    words = [c["vocab_size"] * h, c["max_target_positions"] * h, h, h]
-    return Shape([encoder, decoder], [*audio, *words])
+    encoder_layers = EqualLayers(config["encoder_layers"], linear_layers, vector_sizes[1:])
+    cross_layers = [(name, hidden_size, hidden_size) for name in attention_names]
+    decoder_layers = EqualLayers(
+        config["decoder_layers"],
+        [*linear_layers, *cross_layers],
+        [*vector_sizes[1:], *[hidden_size] * 5],
+    )
+    audio_sizes = [
+        3 * config["num_mel_bins"] * hidden_size,
+        hidden_size,
+        3 * hidden_size * hidden_size,
+        hidden_size,
+        config["max_source_positions"] * hidden_size,
+        hidden_size,
+        hidden_size,
+    ]
+    word_sizes = [
+        config["vocab_size"] * hidden_size,
+        config["max_target_positions"] * hidden_size,
+        hidden_size,
+        hidden_size,
+    ]
+    return ModelShape([encoder_layers, decoder_layers], [*audio_sizes, *word_sizes])
 
 
 # The function that returns a family's shape.
-SHAPES: dict[str, Callable[[Json, str], Shape]] = {
-    "bert": _bert,
-    **dict.fromkeys(DECODERS, _llama),
-    "deberta-v2": _deberta,
-    "distilbert": _distilbert,
-    "electra": _roberta,
-    "gpt2": _gpt2,
-    "modernbert": _modernbert,
-    "opt": _opt,
-    "roberta": _roberta,
-    "vit": _vit,
-    "whisper": _whisper,
+SHAPE_BY_MODEL_TYPE: dict[str, Callable[[Json, str], ModelShape]] = {
+    "bert": _bert_shape,
+    **dict.fromkeys(DECODERS, _llama_shape),
+    "deberta-v2": _deberta_shape,
+    "distilbert": _distilbert_shape,
+    "electra": _roberta_shape,
+    "gpt2": _gpt2_shape,
+    "modernbert": _modernbert_shape,
+    "opt": _opt_shape,
+    "roberta": _roberta_shape,
+    "vit": _vit_shape,
+    "whisper": _whisper_shape,
 }
 
 
-def shape_of(config: Json, task: str) -> Shape:
-    """Return the tensors of a model with the head of `task`; tied weights are counted once."""
-    return SHAPES[config["model_type"]](config, task)
+def build_model_shape(config: Json, task_name: str) -> ModelShape:
+    """Return the tensors of a model with the head of `task_name`; tied weights are counted once."""
+    return SHAPE_BY_MODEL_TYPE[config["model_type"]](config, task_name)

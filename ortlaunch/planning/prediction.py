@@ -27,14 +27,14 @@ Rates = dict[str, list[tuple[float, float]]]
 """By kind of operator: (size, seconds of a unit), by ascending size."""
 
 
-class Counted(NamedTuple):
+class StepWork(NamedTuple):
     """The work of a step of plain PyTorch on one rank."""
 
-    work: list[tuple[str, float, float]]
+    operators: list[tuple[str, float, float]]
     """Kind, size, units."""
-    model: int
+    model_bytes: int
     """Bytes of weights, gradients and optimizer state."""
-    peak: int
+    peak_bytes: int
     """Most bytes of live tensors at one time."""
 
 
@@ -64,75 +64,95 @@ ENGINES = {
     "ort": EngineFactors(1.25, 25 << 20, 0.4, 0.25),
 }
 # A run on ort that compares its first steps with plain PyTorch; of 18 models on a Zen 3.
-COMPARED = EngineFactors(1.25, 240 << 20, -0.1, 0.35)
+COMPARED_ORT = EngineFactors(1.25, 240 << 20, -0.1, 0.35)
 # torch counts the bytes of a GPU's tensors alone.
 EAGER_ON_GPUS = EngineFactors(1.0, 0, 0.0, 0.0)
 
 
-def predict(
-    recipe: Recipe, device: str, counted: Counted, rates: Rates, model_type: str | None
+def predict_by_engine(
+    recipe: Recipe, device: str, step_work: StepWork, rates: Rates, model_type: str | None
 ) -> Json:
     """Return the seconds of a step and the bytes of a rank, by engine.
 
     Args:
         recipe: the run's.
         device: cpu or cuda.
-        counted: the work of a step.
+        step_work: the work of a step.
         rates: those of the machine.
         model_type: that of the built model, if it is one of transformers.
     """
-    spent = seconds_by_kind(counted, rates)
-    others = counted.peak - counted.model
-    found: Json = {}
+    seconds_spent = seconds_by_operator(step_work, rates)
+    other_bytes = step_work.peak_bytes - step_work.model_bytes
+    prediction: Json = {}
     for name in ENGINES:
-        engine = _factors(recipe, device, name, model_type)
-        memory = (1 + engine.of_model) * counted.model + (1 + engine.of_others) * others
-        seconds = sum(spent.values()) + (engine.random - 1) * spent.get("random", 0.0)
-        found[name] = {"seconds": seconds, "memory": int(engine.process + memory)}
-    return found
+        engine_factors = _engine_factors(recipe, device, name, model_type)
+        memory_bytes = (1 + engine_factors.of_model) * step_work.model_bytes + (
+            1 + engine_factors.of_others
+        ) * other_bytes
+        seconds = sum(seconds_spent.values()) + (engine_factors.random - 1) * seconds_spent.get(
+            "random", 0.0
+        )
+        prediction[name] = {
+            "seconds": seconds,
+            "memory": int(engine_factors.process + memory_bytes),
+        }
+    return prediction
 
 
-def _factors(recipe: Recipe, device: str, name: str, model_type: str | None) -> EngineFactors:
-    if name != "ort":
-        return EAGER_ON_GPUS if (name, device) == ("eager", "cuda") else ENGINES[name]
-    own = recipe.engine.model_copy(update={"name": name})
-    compares = compared_steps(recipe.model_copy(update={"engine": own}), model_type).steps
-    return COMPARED if compares else ENGINES["ort"]
+def _engine_factors(
+    recipe: Recipe, device: str, engine_name: str, model_type: str | None
+) -> EngineFactors:
+    if engine_name != "ort":
+        return EAGER_ON_GPUS if (engine_name, device) == ("eager", "cuda") else ENGINES[engine_name]
+    engine_settings = recipe.engine.model_copy(update={"name": engine_name})
+    compared_step_count = compared_steps(
+        recipe.model_copy(update={"engine": engine_settings}), model_type
+    ).steps
+    return COMPARED_ORT if compared_step_count else ENGINES["ort"]
 
 
-def seconds_by_kind(counted: Counted, rates: Rates) -> dict[str, float]:
+def seconds_by_operator(step_work: StepWork, rates: Rates) -> dict[str, float]:
     """Return the seconds of a step in plain PyTorch, by kind of operator."""
-    total: dict[str, float] = {}
-    for kind, size, units in counted.work:
-        total[kind] = total.get(kind, 0.0) + units * _rate(rates[kind], size)
-    return total
+    total_seconds: dict[str, float] = {}
+    for operator, size, units in step_work.operators:
+        total_seconds[operator] = total_seconds.get(operator, 0.0) + units * _seconds_per_unit(
+            rates[operator], size
+        )
+    return total_seconds
 
 
-def _rate(curve: list[tuple[float, float]], size: float) -> float:
+def _seconds_per_unit(curve: list[tuple[float, float]], operator_size: float) -> float:
     """Return the seconds of a unit at a size, interpolated between the measured sizes."""
-    after = bisect.bisect([each for each, _ in curve], size)
-    if after in (0, len(curve)):
-        return curve[max(0, after - 1)][1]
-    (low, slow), (high, fast) = curve[after - 1 : after + 1]
-    share = math.log(size / low) / math.log(high / low)
-    return float(slow ** (1 - share) * fast**share)
+    upper_index = bisect.bisect([measured_size for measured_size, _ in curve], operator_size)
+    if upper_index in (0, len(curve)):
+        return curve[max(0, upper_index - 1)][1]
+    (lower_size, lower_rate), (upper_size, upper_rate) = curve[upper_index - 1 : upper_index + 1]
+    share = math.log(operator_size / lower_size) / math.log(upper_size / lower_size)
+    return float(lower_rate ** (1 - share) * upper_rate**share)
 
 
-def machine_of(recipe: Recipe, plan: Plan) -> Json:
+def machine_record(recipe: Recipe, plan: Plan) -> Json:
     """Return everything that decides the rates of operators, as plain values."""
-    threads = plan.threads or threads_per_rank(plan.nodes[0].slots)
+    thread_count = plan.threads or threads_per_rank(plan.nodes[0].slots)
     return {
-        "device": plan.device, "threads": threads, "hardware": hardware_record(),
+        "device": plan.device, "threads": thread_count, "hardware": hardware_record(),
         "precision": recipe.precision, "torch": version("torch"), "ortlaunch": __version__,
     }  # fmt: skip
 
 
-def path(recipe: Recipe, plan: Plan) -> Path:
+def prediction_path(recipe: Recipe, plan: Plan) -> Path:
     """Return the file of the cache for the predictions of this model, batch and machine."""
-    whole = recipe.model_dump(mode="json")
-    given = [whole["model"], whole["data"], whole["optimizer"], recipe.engine.chunked_loss]
-    batch = [plan.batch.micro_samples, plan.batch.accumulation_steps]
-    return cache_record_path("predictions", [machine_of(recipe, plan), given, batch])
+    recipe_values = recipe.model_dump(mode="json")
+    model_values = [
+        recipe_values["model"],
+        recipe_values["data"],
+        recipe_values["optimizer"],
+        recipe.engine.chunked_loss,
+    ]
+    batch_values = [plan.batch.micro_samples, plan.batch.accumulation_steps]
+    return cache_record_path(
+        "predictions", [machine_record(recipe, plan), model_values, batch_values]
+    )
 
 
 class CachedPrediction(NamedTuple):
@@ -151,85 +171,85 @@ class CachedPrediction(NamedTuple):
     def doubt(self) -> str:
         """Why the predicted seconds are too long or meaningless; "" if nothing is known."""
         if self.others:
-            count = len(self.others)
-            return f"{count} other process{'es' * (count > 1)} ran while the rates were measured"
+            process_count = len(self.others)
+            return f"{process_count} other process{'es' * (process_count > 1)} ran while the rates were measured"
         if self.contradictions:
             return f"the measured rates of {', '.join(self.contradictions)} contradict themselves"
         return ""
 
-    def seconds(self, engine: str) -> float:
+    def step_seconds(self, engine_name: str) -> float:
         """Return the seconds of a step: those of a run, else corrected by runs on other engines."""
-        if engine in self.measured:
-            return float(self.measured[engine])
+        if engine_name in self.measured:
+            return float(self.measured[engine_name])
         ratios = [
             value / self.engines[name]["seconds"]
             for name, value in self.measured.items()
             if name in self.engines
         ]
         factor = math.prod(ratios) ** (1 / len(ratios)) if ratios else 1.0
-        return float(self.engines[engine]["seconds"]) * factor
+        return float(self.engines[engine_name]["seconds"]) * factor
 
 
-def cached(recipe: Recipe, plan: Plan) -> CachedPrediction | None:
+def read_cached_prediction(recipe: Recipe, plan: Plan) -> CachedPrediction | None:
     """Return the content of the cache, or None."""
-    file = path(recipe, plan)
-    if not file.exists():
+    record_path = prediction_path(recipe, plan)
+    if not record_path.exists():
         return None
-    content = read_own_json(file)
+    record = read_own_json(record_path)
     return CachedPrediction(
-        content["engines"],
-        content["others"],
-        content.get("contradictions", []),
-        content.get("measured", {}),
+        record["engines"],
+        record["others"],
+        record.get("contradictions", []),
+        record.get("measured", {}),
     )
 
 
-def record_step(recipe: Recipe, plan: Plan, engine: str, seconds: float) -> None:
+def record_measured_step(recipe: Recipe, plan: Plan, engine_name: str, seconds: float) -> None:
     """Keep the measured seconds of a step, which correct the prediction from now on."""
-    file = path(recipe, plan)
-    content = read_own_json(file)
+    record_path = prediction_path(recipe, plan)
+    record = read_own_json(record_path)
     write_json_atomically(
-        file, {**content, "measured": {**content.get("measured", {}), engine: seconds}}
+        record_path, {**record, "measured": {**record.get("measured", {}), engine_name: seconds}}
     )
 
 
-def contradictions(rates: Rates) -> list[str]:
+def contradictory_operators(rates: Rates) -> list[str]:
     """Return the kinds whose larger operators take far more time a unit than smaller ones.
 
     A larger product of matrices is about as fast a unit. Other operators may be slower by as much as
     memory is slower than caches.
     """
-    wrong = []
-    for kind, curve in rates.items():
-        most = 4 if kind.startswith(("matmul", "bmm")) else 20
-        fastest = math.inf
-        for _, unit in curve:
-            if unit > most * fastest:
-                wrong.append(kind)
+    contradictory = []
+    for operator, curve in rates.items():
+        max_ratio = 4 if operator.startswith(("matmul", "bmm")) else 20
+        fastest_unit_seconds = math.inf
+        for _, unit_seconds in curve:
+            if unit_seconds > max_ratio * fastest_unit_seconds:
+                contradictory.append(operator)
                 break
-            fastest = min(fastest, unit)
-    return wrong
+            fastest_unit_seconds = min(fastest_unit_seconds, unit_seconds)
+    return contradictory
 
 
-def lines(recipe: Recipe, plan: Plan) -> Iterator[str]:
+def prediction_lines(recipe: Recipe, plan: Plan) -> Iterator[str]:
     """Yield a table of the predictions of every engine, or the reason why there is none."""
-    found = cached(recipe, plan)
-    if found is None:
+    prediction = read_cached_prediction(recipe, plan)
+    if prediction is None:
         yield "seconds a step: not predicted for this model and batch on this machine yet (plan --predict)"
         return
     rows = [("engine", "seconds a step", "memory a rank")]
     rows += [
         (
-            f"{'->' if name == recipe.engine.name else '':2} {name}",
-            f"{found.seconds(name):.3g}{' (of a run)' if name in found.measured else ''}",
-            human_bytes(each["memory"]),
+            f"{'->' if engine_name == recipe.engine.name else '':2} {engine_name}",
+            f"{prediction.step_seconds(engine_name):.3g}{' (of a run)' if engine_name in prediction.measured else ''}",
+            human_bytes(engine_prediction["memory"]),
         )
-        for name, each in found.engines.items()
+        for engine_name, engine_prediction in prediction.engines.items()
     ]
     yield "predicted, from rates of this machine" + (
         ", without communication:" if plan.world_size > 1 else ":"
     )
     yield from align_columns(rows)
-    if found.doubt:
-        yield f"  the seconds are in doubt: {found.doubt}; measure again: plan --predict"
-        yield from (f"    {other}" for other in found.others)
+    if prediction.doubt:
+        yield f"  the seconds are in doubt: {prediction.doubt}; measure again: plan --predict"
+        yield from (f"    {other}" for other in prediction.others)

@@ -19,30 +19,30 @@ from ortlaunch.run_folder.folder import read_own_json, write_json_atomically
 _CUDA_BUILD = USUAL_PROCESS._replace(files=700 << 20)
 
 
-def process_memory(recipe: Recipe) -> ProcessMemory:
+def expected_process_memory(recipe: Recipe) -> ProcessMemory:
     """Return the bytes of a process with the libraries of the recipe's engine."""
     try:
-        own, files = read_own_json(_file(recipe), list)
-        return ProcessMemory(int(own), int(files), is_measured=True)
+        own_bytes, file_bytes = read_own_json(_record_path(recipe), list)
+        return ProcessMemory(int(own_bytes), int(file_bytes), is_measured=True)
     except (OSError, ValueError, TypeError, FileError):
         return USUAL_PROCESS if _torch_version().endswith("+cpu") else _CUDA_BUILD
 
 
-def record_process_memory(recipe: Recipe, memory: ProcessMemory) -> None:
+def record_process_memory(recipe: Recipe, measured_memory: ProcessMemory) -> None:
     """Keep the bytes of this process for later plans; without effect if the cache is unwritable."""
     try:
         make_cache_folder("processes")
-        write_json_atomically(_file(recipe), [memory.own, memory.files])
+        write_json_atomically(_record_path(recipe), [measured_memory.own, measured_memory.files])
     # Plans have usual values then.
     except (OSError, FileError):
         return
 
 
-def _file(recipe: Recipe) -> Path:
+def _record_path(recipe: Recipe) -> Path:
     """Return the file of the cache for everything that decides which libraries a rank loads."""
-    engine = "ort" if recipe.engine.name in ("ort", "auto") else "torch"
+    library_name = "ort" if recipe.engine.name in ("ort", "auto") else "torch"
     return cache_record_path(
-        "processes", [sys.prefix, _torch_version(), engine, recipe.model.factory]
+        "processes", [sys.prefix, _torch_version(), library_name, recipe.model.factory]
     )
 
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 from ortlaunch.launch_plan import HostMemory
 from ortlaunch.recipe import Recipe
 
-_MASTER = _GRADIENT = 4  # float32
+_MASTER_BYTES = _GRADIENT_BYTES = 4  # float32
 
 
-def state_bytes(recipe: Recipe) -> int:
+def state_bytes_per_parameter(recipe: Recipe) -> int:
     """Return the bytes of optimizer state for each trained parameter."""
     return int(4 * (recipe.optimizer.traits.moments or bool(recipe.optimizer.momentum)))
 
 
-def at_start(recipe: Recipe, tensors: list[int], trainable: int, width: int, ranks: int) -> int:
+def device_bytes_at_start(
+    recipe: Recipe, tensor_sizes: list[int], trainable_count: int, value_bytes: int, rank_count: int
+) -> int:
     """Return the most bytes on a device while the model is moved there and sharded.
 
     At that time the optimizer has no state yet. DeepSpeed 0.19 copies trained weights into a flat
@@ -22,48 +24,67 @@ def at_start(recipe: Recipe, tensors: list[int], trainable: int, width: int, ran
     """
     stage = recipe.zero.stage if recipe.zero else None
     if stage == 3:
-        offloaded = (
+        is_offloaded = (
             recipe.zero is not None
             and recipe.zero.offload is not None
             and recipe.zero.offload.optimizer
         )
-        copies = 0 if offloaded else (_MASTER + _GRADIENT) * -(-trainable // ranks)
-        return width * -(-sum(tensors) // ranks) + max(width * max(tensors), copies)
-    copies = width + _MASTER + _GRADIENT if width < _MASTER else 0
+        copy_bytes = (
+            0
+            if is_offloaded
+            else (_MASTER_BYTES + _GRADIENT_BYTES) * -(-trainable_count // rank_count)
+        )
+        return value_bytes * -(-sum(tensor_sizes) // rank_count) + max(
+            value_bytes * max(tensor_sizes), copy_bytes
+        )
+    copy_bytes = value_bytes + _MASTER_BYTES + _GRADIENT_BYTES if value_bytes < _MASTER_BYTES else 0
     # Bytes for each trained parameter, beside the model.
-    beside = {None: 0, 0: copies, 1: width, 2: width}[stage]
-    return width * sum(tensors) + beside * trainable
+    extra_bytes_per_parameter = {None: 0, 0: copy_bytes, 1: value_bytes, 2: value_bytes}[stage]
+    return value_bytes * sum(tensor_sizes) + extra_bytes_per_parameter * trainable_count
 
 
-def on_host(
-    recipe: Recipe, parameters: int, trainable: int, width: int, ranks: int, device: str
+def host_memory_of_rank(
+    recipe: Recipe,
+    parameter_count: int,
+    trainable_count: int,
+    value_bytes: int,
+    rank_count: int,
+    device: str,
 ) -> HostMemory:
     """Return the bytes that each rank uses of its host's memory.
 
     Args:
-        parameters: number of parameters of the model, frozen ones included.
-        width: bytes of a weight in training.
+        parameter_count: number of parameters of the model, frozen ones included.
+        value_bytes: bytes of a weight in training.
     """
-    state = state_bytes(recipe)
-    share = -(-trainable // ranks)
-    beside = getattr(recipe.checkpoint, "async")
+    state_value_bytes = state_bytes_per_parameter(recipe)
+    parameters_per_rank = -(-trainable_count // rank_count)
+    async_setting = getattr(recipe.checkpoint, "async")
     # By default, saves run beside training on GPUs only (checkpoint.async).
-    snapshot = (_MASTER + state) * share if (device == "cuda" if beside is None else beside) else 0
+    snapshot_bytes = (
+        (_MASTER_BYTES + state_value_bytes) * parameters_per_rank
+        if (device == "cuda" if async_setting is None else async_setting)
+        else 0
+    )
     offload = (
         # On a CPU an offload moves nothing.
         recipe.zero.offload if recipe.zero and device == "cuda" else None
     )
-    moved = {"cpu": 0, "nvme": 0}
+    bytes_by_target = {"cpu": 0, "nvme": 0}
     if offload and offload.optimizer:
-        moved[offload.optimizer] += (_MASTER + state + _GRADIENT) * share
+        bytes_by_target[offload.optimizer] += (
+            _MASTER_BYTES + state_value_bytes + _GRADIENT_BYTES
+        ) * parameters_per_rank
         # In the weights' precision: new weights on their way back, gradients of earlier passes; in
         # stage 3 gradients.
-        copies = (
+        copy_count = (
             2
             if recipe.zero and recipe.zero.stage < 3 and recipe.batch.accumulation_steps != 1
             else 1
         )
-        moved["cpu"] += copies * width * share
+        bytes_by_target["cpu"] += copy_count * value_bytes * parameters_per_rank
     if offload and offload.parameters:
-        moved[offload.parameters] += -(-width * parameters // ranks)
-    return HostMemory(4 * parameters, moved["cpu"], snapshot, moved["nvme"])
+        bytes_by_target[offload.parameters] += -(-value_bytes * parameter_count // rank_count)
+    return HostMemory(
+        4 * parameter_count, bytes_by_target["cpu"], snapshot_bytes, bytes_by_target["nvme"]
+    )

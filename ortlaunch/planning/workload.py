@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ortlaunch.errors import PlanError
 from ortlaunch.launch_plan import USUAL_PROCESS, BatchPlan, Memory, ProcessMemory
-from ortlaunch.planning.memory import estimate
+from ortlaunch.planning.memory import estimate_rank_memory
 from ortlaunch.planning.world import World
 from ortlaunch.recipe import Recipe
 from ortlaunch.units import count_with_noun
@@ -22,7 +22,9 @@ class Workload(NamedTuple):
     """Bytes of a rank's process beside its model."""
 
 
-def workload(recipe: Recipe, world: World, process: ProcessMemory = USUAL_PROCESS) -> Workload:
+def plan_workload(
+    recipe: Recipe, world: World, process_memory: ProcessMemory = USUAL_PROCESS
+) -> Workload:
     """Return the workload of a run on these hosts.
 
     An elastic run keeps its batch on every number of hosts that it may get.
@@ -30,65 +32,81 @@ def workload(recipe: Recipe, world: World, process: ProcessMemory = USUAL_PROCES
     Args:
         recipe: the recipe.
         world: hosts and device.
-        process: bytes of a rank's process beside its model.
+        process_memory: bytes of a rank's process beside its model.
 
     Raises:
         PlanError: the batch equation has no whole solution.
     """
-    counts = recipe.launch.node_counts if recipe.launch.elastic else ()
-    for count in (each for each in counts if each <= len(world.hosts)):
+    node_counts = recipe.launch.node_counts if recipe.launch.elastic else ()
+    for host_count in (node_count for node_count in node_counts if node_count <= len(world.hosts)):
         try:
-            solve_batch(recipe, count * world.hosts[0].slots)
+            solve_batch(recipe, host_count * world.hosts[0].slots)
         except PlanError as error:
             raise PlanError(
-                f"launch.nodes is {recipe.launch.nodes}, and on {count_with_noun(count, 'host')}: {error}"
+                f"launch.nodes is {recipe.launch.nodes}, and on {count_with_noun(host_count, 'host')}: {error}"
             ) from None
-    batch = solve_batch(recipe, world.ranks)
-    memory = estimate(recipe, batch.micro_samples, world.ranks, world.device, process)
-    return Workload(batch, memory, process)
+    batch = solve_batch(recipe, world.rank_count)
+    planned_memory = estimate_rank_memory(
+        recipe, batch.micro_samples, world.rank_count, world.device, process_memory
+    )
+    return Workload(batch, planned_memory, process_memory)
 
 
-def solve_batch(recipe: Recipe, ranks: int) -> BatchPlan:
+def solve_batch(recipe: Recipe, rank_count: int) -> BatchPlan:
     """Solve global = micro x accumulation x ranks for the value that the recipe leaves out."""
-    total = recipe.batch.global_size
-    micro = recipe.batch.micro_size
-    steps = recipe.batch.accumulation_steps
-    if micro == "auto":
+    global_size = recipe.batch.global_size
+    micro_size = recipe.batch.micro_size
+    accumulation_steps = recipe.batch.accumulation_steps
+    if micro_size == "auto":
         # Replaced when the rank has found the largest size that fits (micro_size.py).
-        micro = 1
-    if total is None:
-        micro = micro or 1
-        steps = steps or 1
-        total = micro * steps * ranks
-    elif micro is None:
-        steps = steps or 1
-        micro = _divided(
-            total, steps * ranks, f"accumulation_steps ({steps}) x {count_with_noun(ranks, 'rank')}"
+        micro_size = 1
+    if global_size is None:
+        micro_size = micro_size or 1
+        accumulation_steps = accumulation_steps or 1
+        global_size = micro_size * accumulation_steps * rank_count
+    elif micro_size is None:
+        accumulation_steps = accumulation_steps or 1
+        micro_size = _divide_or_raise(
+            global_size,
+            accumulation_steps * rank_count,
+            f"accumulation_steps ({accumulation_steps}) x {count_with_noun(rank_count, 'rank')}",
         )
-    elif steps is None:
-        steps = _divided(
-            total, micro * ranks, f"micro_size ({micro}) x {count_with_noun(ranks, 'rank')}"
+    elif accumulation_steps is None:
+        accumulation_steps = _divide_or_raise(
+            global_size,
+            micro_size * rank_count,
+            f"micro_size ({micro_size}) x {count_with_noun(rank_count, 'rank')}",
         )
-    if total != micro * steps * ranks:
+    if global_size != micro_size * accumulation_steps * rank_count:
         raise PlanError(
-            f"batch: global_size ({total}) != micro_size ({micro}) x accumulation_steps "
-            f"({steps}) x {count_with_noun(ranks, 'rank')} = {micro * steps * ranks}; omit one of the "
-            f"three, or run on {total / (micro * steps):g} ranks"
+            f"batch: global_size ({global_size}) != micro_size ({micro_size}) x accumulation_steps "
+            f"({accumulation_steps}) x {count_with_noun(rank_count, 'rank')} = "
+            f"{micro_size * accumulation_steps * rank_count}; omit one of the "
+            f"three, or run on {global_size / (micro_size * accumulation_steps):g} ranks"
         )
-    length = (
+    sequence_length = (
         # With samples of several lengths, the tokens of a step are not known in advance.
         None if recipe.data.lengths else recipe.data.sequence_length
     )
-    return BatchPlan(total, micro, steps, ranks, total * length if length else None)
+    return BatchPlan(
+        global_size,
+        micro_size,
+        accumulation_steps,
+        rank_count,
+        global_size * sequence_length if sequence_length else None,
+    )
 
 
-def _divided(total: int, unit: int, shown: str) -> int:
+def _divide_or_raise(global_size: int, unit: int, unit_text: str) -> int:
     """Return total / unit; raise PlanError if it is not whole."""
-    if total % unit:
-        below = total // unit * unit
-        above = (total // unit + 1) * unit
-        near = f"{below} or {above}" if below else str(above)
-        raise PlanError(
-            f"batch: global_size ({total}) is not a multiple of {shown} = {unit}; {near} would be valid"
+    if global_size % unit:
+        lower_multiple = global_size // unit * unit
+        upper_multiple = (global_size // unit + 1) * unit
+        nearest_text = (
+            f"{lower_multiple} or {upper_multiple}" if lower_multiple else str(upper_multiple)
         )
-    return total // unit
+        raise PlanError(
+            f"batch: global_size ({global_size}) is not a multiple of {unit_text} = {unit}; "
+            f"{nearest_text} would be valid"
+        )
+    return global_size // unit

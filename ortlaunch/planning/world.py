@@ -14,9 +14,9 @@ from ortlaunch import machine
 from ortlaunch.errors import PlanError
 from ortlaunch.launch_plan import Node
 from ortlaunch.launchers import INSIDE, LAUNCHERS, launcher_row, reason_launcher_is_refused
-from ortlaunch.planning.forwarding import forwarded
-from ortlaunch.planning.hosts import Host, hostfile_text, parse_hostfile, select
-from ortlaunch.planning.slurm_names import hosts_of_step
+from ortlaunch.planning.forwarding import forwarded_variable_names
+from ortlaunch.planning.hosts import Host, hostfile_text, parse_hostfile, select_hosts
+from ortlaunch.planning.slurm_names import slurm_step_hosts
 from ortlaunch.rank import Rank, detect_rank_and_launcher
 from ortlaunch.recipe import Recipe
 from ortlaunch.units import count_with_noun
@@ -47,7 +47,7 @@ class LaunchOptions(NamedTuple):
     # The command line, the program first; empty if there was none.
     typed: tuple[str, ...] = ()
 
-    def with_hosts_text(self) -> LaunchOptions:
+    def read_hosts_text(self) -> LaunchOptions:
         """Return the options with the host file's text, which is read at most once.
 
         Raises:
@@ -67,7 +67,7 @@ class World(NamedTuple):
     hosts: tuple[Host, ...]
     launcher: str  # local | torchrun | mpi | inside
     device: str  # cpu | cuda
-    inside: Rank | None
+    enclosing_rank: Rank | None
     notes: tuple[str, ...]
     # OMP threads of each rank; None if ranks are on other hosts, whose cores are unknown here.
     threads: int | None
@@ -75,17 +75,17 @@ class World(NamedTuple):
     forward: tuple[str, ...] = ()
 
     @property
-    def ranks(self) -> int:
+    def rank_count(self) -> int:
         """The number of ranks: one for each slot."""
         return sum(host.slots for host in self.hosts)
 
     @property
     def nodes(self) -> tuple[Node, ...]:
         """The hosts with their ranks, which are counted in the order of the hosts."""
-        firsts = itertools.accumulate((host.slots for host in self.hosts), initial=0)
+        first_ranks = itertools.accumulate((host.slots for host in self.hosts), initial=0)
         return tuple(
-            Node(host.name, host.slots, first, host.devices)
-            for host, first in zip(self.hosts, firsts)
+            Node(host.name, host.slots, first_rank, host.devices)
+            for host, first_rank in zip(self.hosts, first_ranks)
         )
 
 
@@ -97,23 +97,27 @@ def resolve_world(recipe: Recipe, options: LaunchOptions, environ: Mapping[str, 
             this machine.
     """
     # The command line checks its options itself; the Python API passes any value.
-    if refused := reason_launcher_is_refused(options.launcher):
-        raise PlanError(f"launcher: {refused}")
+    if refusal := reason_launcher_is_refused(options.launcher):
+        raise PlanError(f"launcher: {refusal}")
     if options.processes_per_node is not None and options.processes_per_node < 1:
         raise PlanError(f"processes_per_node: got {options.processes_per_node}; give 1 or more")
-    found = None if options.declared else _enclosing(environ)
-    gpus = machine.visible_gpu_count(environ)
-    device = recipe.launch.device if recipe.launch.device != "auto" else ("cuda" if gpus else "cpu")
-    hosts, notes = _hosts(recipe, options, gpus if device == "cuda" else 0, found, environ)
-    if device == "cuda" and gpus and environ.get(SHARE_VARIABLE) == "1":
-        hosts, shared = _on_shared_gpus(hosts, gpus)
-        notes += shared
-    launcher = _launcher(recipe, options, hosts, found)
-    _check_nodes(recipe, hosts, options)
-    _check_job(recipe, hosts, options, environ)
-    starter = launcher_row(launcher)
-    if starter.is_ours:
-        notes += tuple(_check_this_host(hosts, device, gpus, options))
+    enclosing = None if options.declared else _enclosing_rank_and_launcher(environ)
+    gpu_count = machine.visible_gpu_count(environ)
+    device = (
+        recipe.launch.device if recipe.launch.device != "auto" else ("cuda" if gpu_count else "cpu")
+    )
+    hosts, notes = _resolve_hosts(
+        recipe, options, gpu_count if device == "cuda" else 0, enclosing, environ
+    )
+    if device == "cuda" and gpu_count and environ.get(SHARE_VARIABLE) == "1":
+        hosts, shared_notes = _share_gpus_among_slots(hosts, gpu_count)
+        notes += shared_notes
+    launcher = _resolve_launcher(recipe, options, hosts, enclosing)
+    _check_host_and_slot_counts(recipe, hosts, options)
+    _check_not_in_job_script(recipe, hosts, options, environ)
+    launcher_traits = launcher_row(launcher)
+    if launcher_traits.is_ours:
+        notes += tuple(_check_slots_of_this_host(hosts, device, gpu_count, options))
         if (recipe.launch.device, device) == ("auto", "cpu") and not all(
             host.is_here for host in hosts
         ):
@@ -121,267 +125,309 @@ def resolve_world(recipe: Recipe, options: LaunchOptions, environ: Mapping[str, 
                 "launch.device is auto, and this host has no GPU: cpu is used; if other hosts "
                 "have GPUs, set launch.device=cuda",
             )
-    notes += tuple(filter(None, [starter.note]))
-    rank = None if starter.is_ours or not found else found[0]
-    forward = forwarded(recipe, environ, secret=not starter.is_ours and rank is None)
-    return World(hosts, launcher, device, rank, notes, _threads(recipe, hosts, environ), forward)
+    notes += tuple(filter(None, [launcher_traits.note]))
+    rank = None if launcher_traits.is_ours or not enclosing else enclosing[0]
+    forward = forwarded_variable_names(
+        recipe, environ, may_come_from_secret=not launcher_traits.is_ours and rank is None
+    )
+    return World(
+        hosts, launcher, device, rank, notes, _threads_per_rank(recipe, hosts, environ), forward
+    )
 
 
-def _on_shared_gpus(hosts: tuple[Host, ...], gpus: int) -> tuple[tuple[Host, ...], tuple[str, ...]]:
+def _share_gpus_among_slots(
+    hosts: tuple[Host, ...], gpu_count: int
+) -> tuple[tuple[Host, ...], tuple[str, ...]]:
     """Give slots of this host beyond its GPUs its GPUs in turns."""
-    shared = tuple(
-        host._replace(devices=tuple(device % gpus for device in host.devices))
+    shared_hosts = tuple(
+        host._replace(devices=tuple(device % gpu_count for device in host.devices))
         if host.is_here
         else host
         for host in hosts
     )
-    note = (
-        f"{SHARE_VARIABLE}=1: ranks share {count_with_noun(gpus, 'GPU')} over gloo, for tests only"
-    )
-    return shared, (note,) if shared != hosts else ()
+    note = f"{SHARE_VARIABLE}=1: ranks share {count_with_noun(gpu_count, 'GPU')} over gloo, for tests only"
+    return shared_hosts, (note,) if shared_hosts != hosts else ()
 
 
-def _enclosing(environ: Mapping[str, str]) -> tuple[Rank, str] | None:
+def _enclosing_rank_and_launcher(environ: Mapping[str, str]) -> tuple[Rank, str] | None:
     """Return the rank that a launcher gave to this process, and the launcher's name.
 
     A shell in a Slurm allocation (`srun --pty`) has none.
     """
-    found = detect_rank_and_launcher(environ)
-    return None if found and found[1] == "Slurm" and found[0].world_size == 1 else found
+    rank_and_launcher = detect_rank_and_launcher(environ)
+    return (
+        None
+        if rank_and_launcher
+        and rank_and_launcher[1] == "Slurm"
+        and rank_and_launcher[0].world_size == 1
+        else rank_and_launcher
+    )
 
 
-def _threads(recipe: Recipe, hosts: tuple[Host, ...], environ: Mapping[str, str]) -> int | None:
+def _threads_per_rank(
+    recipe: Recipe, hosts: tuple[Host, ...], environ: Mapping[str, str]
+) -> int | None:
     """Return OMP_NUM_THREADS of the recipe or the shell, else a rank's share of this host's cores."""
-    asked = environ.get("OMP_NUM_THREADS", "")
+    requested_threads = environ.get("OMP_NUM_THREADS", "")
     # torchrun sets 1 where the user has set nothing.
-    if asked == "1" and "TORCHELASTIC_RUN_ID" in environ:
-        asked = ""
-    asked = recipe.launch.env.get("OMP_NUM_THREADS", asked)
-    if asked.isdecimal() and int(asked):
-        return int(asked)
-    here = len(hosts) == 1 and hosts[0].is_here
-    return machine.threads_per_rank(hosts[0].slots) if here else None
+    if requested_threads == "1" and "TORCHELASTIC_RUN_ID" in environ:
+        requested_threads = ""
+    requested_threads = recipe.launch.env.get("OMP_NUM_THREADS", requested_threads)
+    if requested_threads.isdecimal() and int(requested_threads):
+        return int(requested_threads)
+    is_this_host_alone = len(hosts) == 1 and hosts[0].is_here
+    return machine.threads_per_rank(hosts[0].slots) if is_this_host_alone else None
 
 
-def _hosts(
+def _resolve_hosts(
     recipe: Recipe,
     options: LaunchOptions,
-    gpus: int,
-    found: tuple[Rank, str] | None,
+    gpu_count: int,
+    enclosing: tuple[Rank, str] | None,
     environ: Mapping[str, str],
 ) -> tuple[tuple[Host, ...], tuple[str, ...]]:
     """Return the hosts and notes, from the first source that names any."""
-    per_node = options.processes_per_node or recipe.launch.processes_per_node
-    if recipe.launch.elastic and (options.declared or (found and not options.hostfile)):
+    processes_per_node = options.processes_per_node or recipe.launch.processes_per_node
+    if recipe.launch.elastic and (options.declared or (enclosing and not options.hostfile)):
         raise PlanError(
             f"launch.nodes is {recipe.launch.nodes}, a range, which only --hostfile supports: "
             "the job of a scheduler has a fixed number of hosts; give one number, as "
             "launch.nodes=2"
         )
     if options.hostfile:
-        return _from_file(options, per_node)
+        return _hosts_from_file(options, processes_per_node)
     if options.include or options.exclude:
         raise PlanError("--include and --exclude need a host file: give --hostfile")
     if options.declared:
-        return _declared(
-            recipe, per_node or (None if gpus or recipe.launch.device == "cuda" else 1)
+        return _placeholder_hosts(
+            recipe,
+            processes_per_node or (None if gpu_count or recipe.launch.device == "cuda" else 1),
         )
-    if found is not None and not options.processes_per_node:
-        return _of_slurm(found, environ) or _of_launcher(found[0]), ()
-    nodes = max(recipe.launch.node_counts, default=1)
-    if nodes > 1 and options.planned_only:
-        return _declared(recipe, per_node)
-    if nodes > 1:
+    if enclosing is not None and not options.processes_per_node:
+        return _slurm_hosts(enclosing, environ) or _hosts_of_launcher(enclosing[0]), ()
+    max_nodes = max(recipe.launch.node_counts, default=1)
+    if max_nodes > 1 and options.planned_only:
+        return _placeholder_hosts(recipe, processes_per_node)
+    if max_nodes > 1:
         raise PlanError(
             f"launch.nodes is {recipe.launch.nodes}, and there is no --hostfile; give one, or "
             "start under a scheduler (ortlaunch submit), or override launch.nodes=1 to train on "
             "this host alone"
         )
-    slots = per_node or gpus or 1
+    slots = processes_per_node or gpu_count or 1
     return (Host("localhost", slots, tuple(range(slots))),), ()
 
 
-def _from_file(
-    options: LaunchOptions, per_node: int | None
+def _hosts_from_file(
+    options: LaunchOptions, processes_per_node: int | None
 ) -> tuple[tuple[Host, ...], tuple[str, ...]]:
     assert options.hostfile is not None
-    text = hostfile_text(options.hostfile) if options.hosts_text is None else options.hosts_text
-    listed = parse_hostfile(text, options.hostfile, per_node)
-    hosts = tuple(map(_by_name, select(listed.hosts, options.include, options.exclude)))
+    hosts_text = (
+        hostfile_text(options.hostfile) if options.hosts_text is None else options.hosts_text
+    )
+    host_list = parse_hostfile(hosts_text, options.hostfile, processes_per_node)
+    hosts = tuple(
+        map(
+            _replace_ipv6_localhost, select_hosts(host_list.hosts, options.include, options.exclude)
+        )
+    )
     if options.processes_per_node:
-        hosts = tuple(_first_slots(host, options.processes_per_node) for host in hosts)
-    return hosts, (f"{options.hostfile}: read as {listed.dialect}; hosts: {len(hosts)}",)
+        hosts = tuple(_limit_slots(host, options.processes_per_node) for host in hosts)
+    return hosts, (f"{options.hostfile}: read as {host_list.dialect}; hosts: {len(hosts)}",)
 
 
-def _by_name(host: Host) -> Host:
+def _replace_ipv6_localhost(host: Host) -> Host:
     """Return the host with the name localhost in place of the address ::1, which no mpirun accepts."""
     return host._replace(name="localhost") if host.name == "::1" else host
 
 
-def _first_slots(host: Host, slots: int) -> Host:
+def _limit_slots(host: Host, slot_count: int) -> Host:
     """Return the host with its first slots only, as --nproc-per-node requests."""
-    if slots > host.slots:
+    if slot_count > host.slots:
         raise PlanError(
-            f"--nproc-per-node is {slots}, and {host.name} has {host.slots} slots in the host file"
+            f"--nproc-per-node is {slot_count}, and {host.name} has {host.slots} slots in the host file"
         )
-    return host._replace(slots=slots, devices=host.devices[:slots])
+    return host._replace(slots=slot_count, devices=host.devices[:slot_count])
 
 
-def _declared(recipe: Recipe, per_node: int | None) -> tuple[tuple[Host, ...], tuple[str, ...]]:
+def _placeholder_hosts(
+    recipe: Recipe, processes_per_node: int | None
+) -> tuple[tuple[Host, ...], tuple[str, ...]]:
     """Return placeholder hosts, by the numbers in the recipe."""
-    nodes = max(recipe.launch.node_counts, default=1)
-    if per_node is None:
+    node_count = max(recipe.launch.node_counts, default=1)
+    if processes_per_node is None:
         raise PlanError(
-            f"launch.nodes is {nodes}, and their ranks are not known here; give "
+            f"launch.nodes is {node_count}, and their ranks are not known here; give "
             "launch.processes_per_node, or --hostfile"
         )
-    names = (Host(f"node{number}", per_node, tuple(range(per_node))) for number in range(nodes))
-    return tuple(names), (f"hosts: {nodes} (launch.nodes); the job's start determines their names",)
+    placeholders = (
+        Host(f"node{node_index}", processes_per_node, tuple(range(processes_per_node)))
+        for node_index in range(node_count)
+    )
+    return tuple(placeholders), (
+        f"hosts: {node_count} (launch.nodes); the job's start determines their names",
+    )
 
 
-def _of_slurm(found: tuple[Rank, str], environ: Mapping[str, str]) -> tuple[Host, ...] | None:
+def _slurm_hosts(
+    enclosing: tuple[Rank, str], environ: Mapping[str, str]
+) -> tuple[Host, ...] | None:
     """Return the nodes of a step by Slurm's names, or None; a step on one node is this host."""
-    if found[1] != "Slurm" or found[0].local_world_size == found[0].world_size:
+    if enclosing[1] != "Slurm" or enclosing[0].local_world_size == enclosing[0].world_size:
         return None
-    return hosts_of_step(environ)
+    return slurm_step_hosts(environ)
 
 
-def _of_launcher(inside: Rank) -> tuple[Host, ...]:
+def _hosts_of_launcher(enclosing_rank: Rank) -> tuple[Host, ...]:
     """Return the hosts as the enclosing launcher made them; the launcher does not give their names."""
-    per_node = inside.local_world_size
-    if inside.world_size % per_node:
+    processes_per_node = enclosing_rank.local_world_size
+    if enclosing_rank.world_size % processes_per_node:
         raise PlanError(
-            f"the launcher started {count_with_noun(inside.world_size, 'rank')}, {per_node} of them on "
+            f"the launcher started {count_with_noun(enclosing_rank.world_size, 'rank')}, "
+            f"{processes_per_node} of them on "
             "this host: the hosts have different numbers of ranks; give --hostfile with the "
             "slots of each"
         )
-    count = inside.world_size // per_node
-    names = ("localhost",) if count == 1 else tuple(f"node{i}" for i in range(count))
-    return tuple(Host(name, per_node, tuple(range(per_node))) for name in names)
+    node_count = enclosing_rank.world_size // processes_per_node
+    node_names = ("localhost",) if node_count == 1 else tuple(f"node{i}" for i in range(node_count))
+    return tuple(
+        Host(name, processes_per_node, tuple(range(processes_per_node))) for name in node_names
+    )
 
 
-def _launcher(
-    recipe: Recipe, options: LaunchOptions, hosts: tuple[Host, ...], found: tuple[Rank, str] | None
+def _resolve_launcher(
+    recipe: Recipe,
+    options: LaunchOptions,
+    hosts: tuple[Host, ...],
+    enclosing: tuple[Rank, str] | None,
 ) -> str:
     """Return the name of the launcher, by the options, the recipe and the hosts."""
-    chosen = options.launcher or recipe.launch.launcher
-    if found and chosen == "auto" and not options.processes_per_node:
+    requested_launcher = options.launcher or recipe.launch.launcher
+    if enclosing and requested_launcher == "auto" and not options.processes_per_node:
         return INSIDE
-    if found and found[0].world_size > 1:
+    if enclosing and enclosing[0].world_size > 1:
         raise PlanError(
-            f"this is already rank {found[0].rank} of {found[0].world_size} under {found[1]}; "
+            f"this is already rank {enclosing[0].rank} of {enclosing[0].world_size} under {enclosing[1]}; "
             "leave --launcher at auto to be that rank, or start `ortlaunch train` once, outside "
-            f"{found[1]}"
+            f"{enclosing[1]}"
         )
-    ranks = sum(host.slots for host in hosts)
-    here = len(hosts) == 1 and hosts[0].is_here
+    rank_count = sum(host.slots for host in hosts)
+    is_this_host_alone = len(hosts) == 1 and hosts[0].is_here
     # The scheduler's own launcher will start the ranks there.
-    if options.declared or (chosen == "auto" and len(hosts) > 1 and options.hostfile is None):
+    if options.declared or (
+        requested_launcher == "auto" and len(hosts) > 1 and options.hostfile is None
+    ):
         return INSIDE
-    starter = LAUNCHERS.get(chosen)
-    if recipe.launch.elastic and starter and not starter.sees_lost_hosts:
+    launcher_traits = LAUNCHERS.get(requested_launcher)
+    if recipe.launch.elastic and launcher_traits and not launcher_traits.sees_lost_hosts:
         raise PlanError(
-            f"launcher {chosen} with launch.nodes {recipe.launch.nodes}: only launcher torchrun "
+            f"launcher {requested_launcher} with launch.nodes {recipe.launch.nodes}: only launcher torchrun "
             "detects a lost host; use torchrun or auto"
         )
-    if chosen == "auto" and recipe.launch.elastic:
+    if requested_launcher == "auto" and recipe.launch.elastic:
         return "torchrun"
-    if chosen == "auto":
-        return ("local" if ranks == 1 else "torchrun") if here else "mpi"
-    if starter and starter.single and (ranks > 1 or not here):
-        asked = (
-            f"{count_with_noun(ranks, 'rank')} on "
+    if requested_launcher == "auto":
+        return ("local" if rank_count == 1 else "torchrun") if is_this_host_alone else "mpi"
+    if launcher_traits and launcher_traits.single and (rank_count > 1 or not is_this_host_alone):
+        request_text = (
+            f"{count_with_noun(rank_count, 'rank')} on "
             f"{hosts[0].name if len(hosts) == 1 else f'{len(hosts)} hosts'}"
         )
         raise PlanError(
-            f"launcher {chosen} runs one process on this host, not {asked}; use torchrun or mpi"
+            f"launcher {requested_launcher} runs one process on this host, not {request_text}; use torchrun or mpi"
         )
-    return chosen
+    return requested_launcher
 
 
-def _check_nodes(recipe: Recipe, hosts: tuple[Host, ...], options: LaunchOptions) -> None:
+def _check_host_and_slot_counts(
+    recipe: Recipe, hosts: tuple[Host, ...], options: LaunchOptions
+) -> None:
     """Raise PlanError if the hosts and slots are not those of the recipe.
 
     A world never shrinks by itself.
     """
-    nodes = recipe.launch.nodes
-    per_node = options.processes_per_node or recipe.launch.processes_per_node
-    if nodes is not None and len(hosts) not in recipe.launch.node_counts:
-        must = "it must be one of these" if recipe.launch.elastic else "they must be equal"
-        raise PlanError(f"launch.nodes is {nodes}, and there are {len(hosts)} hosts; {must}")
-    uneven = [
+    planned_nodes = recipe.launch.nodes
+    processes_per_node = options.processes_per_node or recipe.launch.processes_per_node
+    if planned_nodes is not None and len(hosts) not in recipe.launch.node_counts:
+        demand = "it must be one of these" if recipe.launch.elastic else "they must be equal"
+        raise PlanError(
+            f"launch.nodes is {planned_nodes}, and there are {len(hosts)} hosts; {demand}"
+        )
+    uneven_hosts = [
         f"{host.name} {host.slots}"
         for host in hosts
-        if per_node is not None and host.slots != per_node
+        if processes_per_node is not None and host.slots != processes_per_node
     ]
-    if uneven:
+    if uneven_hosts:
         raise PlanError(
-            f"launch.processes_per_node is {per_node}, and hosts have other numbers of slots: "
-            f"{', '.join(uneven[:8])}"
+            f"launch.processes_per_node is {processes_per_node}, and hosts have other numbers of slots: "
+            f"{', '.join(uneven_hosts[:8])}"
         )
 
 
-def _check_job(
+def _check_not_in_job_script(
     recipe: Recipe, hosts: tuple[Host, ...], options: LaunchOptions, environ: Mapping[str, str]
 ) -> None:
     """Raise PlanError in a Slurm job's script with several nodes or tasks.
 
     The script runs once, on the first node; only srun starts the job's tasks.
     """
-    job = environ.get("SLURM_JOB_ID")
+    job_id = environ.get("SLURM_JOB_ID")
     if (
-        job is None
+        job_id is None
         or options.declared
         or detect_rank_and_launcher(environ)
         or options.hostfile
         or recipe.launch.nodes is not None
     ):
         return
-    nodes = _count(environ, "SLURM_JOB_NUM_NODES", "SLURM_NNODES") or 1
-    tasks = _count(environ, "SLURM_NTASKS", "SLURM_NPROCS") or nodes
-    ranks = sum(host.slots for host in hosts)
-    chosen = options.processes_per_node or recipe.launch.processes_per_node
-    if nodes > 1 or (tasks > ranks and not chosen):
+    node_count = _first_number_of_variables(environ, "SLURM_JOB_NUM_NODES", "SLURM_NNODES") or 1
+    task_count = _first_number_of_variables(environ, "SLURM_NTASKS", "SLURM_NPROCS") or node_count
+    rank_count = sum(host.slots for host in hosts)
+    processes_per_node = options.processes_per_node or recipe.launch.processes_per_node
+    if node_count > 1 or (task_count > rank_count and not processes_per_node):
         raise PlanError(
-            f"Slurm job {job} has {tasks} tasks on {nodes} nodes, and this is its script or "
-            f"shell, not one of its tasks: {ranks} on this node would train; start all with "
+            f"Slurm job {job_id} has {task_count} tasks on {node_count} nodes, and this is its script or "
+            f"shell, not one of its tasks: {rank_count} on this node would train; start all with "
             "`srun ortlaunch train ...`, or set launch.nodes=1 to train on this node only"
         )
 
 
-def _count(environ: Mapping[str, str], *names: str) -> int:
+def _first_number_of_variables(environ: Mapping[str, str], *variable_names: str) -> int:
     """Return the first of these variables that is a number, or 0."""
-    return next((int(environ[name]) for name in names if environ.get(name, "").isdecimal()), 0)
+    return next(
+        (int(environ[name]) for name in variable_names if environ.get(name, "").isdecimal()), 0
+    )
 
 
-def _check_this_host(
-    hosts: tuple[Host, ...], device: str, gpus: int, options: LaunchOptions
+def _check_slots_of_this_host(
+    hosts: tuple[Host, ...], device: str, gpu_count: int, options: LaunchOptions
 ) -> Iterator[str]:
     """Check that the slots of this host exist, and yield notes.
 
     Ranks check the other hosts before they build a model.
     """
-    here = [host for host in hosts if host.is_here]
-    if len(here) > 1:
+    hosts_here = [host for host in hosts if host.is_here]
+    if len(hosts_here) > 1:
         raise PlanError(
-            f"{' and '.join(host.name for host in here)} are all this host; write it once, with "
+            f"{' and '.join(host.name for host in hosts_here)} are all this host; write it once, with "
             "all its slots"
         )
-    for host in here:
-        if device == "cuda" and not gpus:
-            lacks = (
+    for host in hosts_here:
+        if device == "cuda" and not gpu_count:
+            missing_gpu_text = (
                 f"launch.device is cuda, and {host.name} has no GPU that CUDA_VISIBLE_DEVICES shows"
             )
             if not options.planned_only:
                 raise PlanError(
-                    f"{lacks}; start on a host that has one, name such hosts with --hostfile, or "
+                    f"{missing_gpu_text}; start on a host that has one, name such hosts with --hostfile, or "
                     "set launch.device=cpu"
                 )
-            yield f"{lacks}: planned as if it had {host.slots}"
-        elif device == "cuda" and max(host.devices) >= gpus:
+            yield f"{missing_gpu_text}: planned as if it had {host.slots}"
+        elif device == "cuda" and max(host.devices) >= gpu_count:
             raise PlanError(
-                f"{host.name} has {gpus} GPUs, and {host.slots} ranks are requested; give it at "
-                f"most {gpus} slots"
+                f"{host.name} has {gpu_count} GPUs, and {host.slots} ranks are requested; give it at "
+                f"most {gpu_count} slots"
             )
         if (
             device == "cpu"

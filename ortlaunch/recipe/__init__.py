@@ -14,23 +14,29 @@ from pydantic import ValidationError
 
 from ortlaunch.errors import DamagedFile, RecipeError
 from ortlaunch.json_types import read_regular
-from ortlaunch.recipe.check import check
+from ortlaunch.recipe.check import validate_tree
 from ortlaunch.recipe.fields.recipe import Recipe
 from ortlaunch.recipe.space import space_problems
 from ortlaunch.recipe.text.paths import expand_paths
-from ortlaunch.recipe.text.place import Line, Problem, SourceError, in_reading_order, keys
-from ortlaunch.recipe.text.source import override, read, read_values
+from ortlaunch.recipe.text.place import (
+    Problem,
+    ProblemLine,
+    SourceError,
+    parse_key_path,
+    sort_in_reading_order,
+)
+from ortlaunch.recipe.text.source import apply_overrides, read_recipe_tree, tree_of_python_values
 from ortlaunch.recipe.text.tree import Tree
-from ortlaunch.recipe.text.yaml_text import dump, load_dumped
+from ortlaunch.recipe.text.yaml_text import dump_yaml, load_dumped
 
 __all__ = [
     "Recipe",
     "RecipeFile",
-    "load",
-    "load_values",
+    "dump_recipe_yaml",
+    "load_recipe",
+    "load_recipe_values",
     "parse_resolved",
     "read_resolved",
-    "to_yaml",
 ]
 
 
@@ -41,10 +47,10 @@ class RecipeFile:
         self,
         recipe: Recipe,
         tree: Tree,
-        read: Tree,
+        tree_before_overrides: Tree,
         overrides: tuple[str, ...],
         notes: Sequence[str] = (),
-        absolute: bool = False,
+        paths_are_absolute: bool = False,
     ) -> None:
         self.recipe = recipe
         self.overrides = overrides
@@ -52,70 +58,90 @@ class RecipeFile:
         """The folders that relative paths of the recipe start from, where there is a choice."""
         self._tree = tree
         # The tree before overrides: further overrides start from it.
-        self._read = read
-        self._absolute = absolute
+        self._tree_before_overrides = tree_before_overrides
+        self._paths_are_absolute = paths_are_absolute
 
-    def with_overrides(self, *overrides: str) -> RecipeFile:
+    def apply_further_overrides(self, *overrides: str) -> RecipeFile:
         """Return the recipe with further `key.path=value`; no file is read again.
 
         Raises: RecipeError: with every problem, as `load`.
         """
-        return _checked(self._read, (*self.overrides, *overrides), [], self._absolute)
+        return _check_with_overrides(
+            self._tree_before_overrides, (*self.overrides, *overrides), [], self._paths_are_absolute
+        )
 
-    def with_absolute_paths(self) -> RecipeFile:
+    def make_paths_absolute(self) -> RecipeFile:
         """Return the recipe with absolute paths of the inputs that exist on this host."""
-        return _checked(self._read, self.overrides, [], absolute=True)
+        return _check_with_overrides(
+            self._tree_before_overrides, self.overrides, [], paths_are_absolute=True
+        )
 
-    def explain(self, problem: Problem) -> str:
+    def problem_line(self, problem: Problem) -> str:
         """Return a rule's problem as a line with its place."""
         paths, message = problem
-        return str(Line(self._tree.where(keys(paths[0])), f"{paths[0]}: {message}"))
+        return str(
+            ProblemLine(
+                self._tree.nearest_key_location(parse_key_path(paths[0])), f"{paths[0]}: {message}"
+            )
+        )
 
-    def require(self, problems: Iterable[Problem]) -> None:
+    def raise_if_problems(self, problems: Iterable[Problem]) -> None:
         """Raise RecipeError with the lines of all problems, if there are any."""
-        if lines := [self.explain(problem) for problem in problems]:
+        if lines := [self.problem_line(problem) for problem in problems]:
             raise RecipeError(lines)
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> RecipeFile:
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> RecipeFile:
     """Read a recipe, the recipes that it extends, and `key.path=value` overrides.
 
     Raises: RecipeError: with every problem, each as `file:line:column: key.path: problem; remedy`.
     """
-    return _loaded(lambda problems: read(Path(path), problems), overrides)
+    return _read_and_check(lambda problems: read_recipe_tree(Path(path), problems), overrides)
 
 
-def load_values(values: Mapping[str, object], overrides: Sequence[str] = ()) -> RecipeFile:
+def load_recipe_values(values: Mapping[str, object], overrides: Sequence[str] = ()) -> RecipeFile:
     """Return the recipe of a mapping in Python, as `load` does for a file."""
-    return _loaded(lambda problems: read_values(values, problems), overrides)
+    return _read_and_check(lambda problems: tree_of_python_values(values, problems), overrides)
 
 
-def _loaded(reader: Callable[[list[Line]], Tree], overrides: Sequence[str]) -> RecipeFile:
-    problems: list[Line] = []
+def _read_and_check(
+    read_tree: Callable[[list[ProblemLine]], Tree], overrides: Sequence[str]
+) -> RecipeFile:
+    problems: list[ProblemLine] = []
     try:
-        tree = reader(problems)
+        tree = read_tree(problems)
     except SourceError as error:
         raise RecipeError([str(line) for line in (*problems, error.line)]) from None
-    return _checked(tree, tuple(overrides), problems)
+    return _check_with_overrides(tree, tuple(overrides), problems)
 
 
-def _checked(
-    read: Tree, overrides: tuple[str, ...], problems: list[Line], absolute: bool = False
+def _check_with_overrides(
+    tree_before_overrides: Tree,
+    overrides: tuple[str, ...],
+    problems: list[ProblemLine],
+    paths_are_absolute: bool = False,
 ) -> RecipeFile:
     """Return the recipe of a tree and overrides; `problems` are those found while reading."""
-    whole, notes = expand_paths(override(read, overrides, problems), os.environ, absolute)
-    recipe, tree, wrong = check(whole)
-    problems += wrong
+    expanded_tree, notes = expand_paths(
+        apply_overrides(tree_before_overrides, overrides, problems), os.environ, paths_are_absolute
+    )
+    recipe, tree, check_problems = validate_tree(expanded_tree)
+    problems += check_problems
     if recipe is not None and recipe.sweep is not None and not problems:
         problems = space_problems(tree, recipe.sweep)
     if problems or recipe is None:
-        raise RecipeError([str(line) for line in in_reading_order(problems, read.place.source)])
-    return RecipeFile(recipe, tree, read, overrides, notes, absolute)
+        raise RecipeError(
+            [
+                str(line)
+                for line in sort_in_reading_order(problems, tree_before_overrides.location.source)
+            ]
+        )
+    return RecipeFile(recipe, tree, tree_before_overrides, overrides, notes, paths_are_absolute)
 
 
-def to_yaml(recipe: Recipe) -> str:
+def dump_recipe_yaml(recipe: Recipe) -> str:
     """Return the resolved recipe as YAML: every field with its value, in order."""
-    return dump(recipe.model_dump(mode="json"))
+    return dump_yaml(recipe.model_dump(mode="json"))
 
 
 def parse_resolved(text: str) -> Recipe:
@@ -132,10 +158,10 @@ def read_resolved(path: Path) -> Recipe:
         return parse_resolved(read_regular(path).decode())
     except ValidationError as error:
         # The first error is enough: a person did not write this file.
-        where = ".".join(map(str, error.errors()[0]["loc"])) or "all of it"
-        why = f"{where}: {error.errors()[0]['msg']}"
+        key_text = ".".join(map(str, error.errors()[0]["loc"])) or "all of it"
+        reason = f"{key_text}: {error.errors()[0]['msg']}"
     except (ValueError, yaml.YAMLError) as error:
-        why = " ".join(str(error).split())
+        reason = " ".join(str(error).split())
     raise DamagedFile(
-        f"{path}: is not a recipe, is damaged, or is of another version of ortlaunch ({why})"
+        f"{path}: is not a recipe, is damaged, or is of another version of ortlaunch ({reason})"
     )

@@ -11,12 +11,12 @@ from pydantic_core import ErrorDetails
 
 from ortlaunch.recipe.fields.recipe import Recipe
 from ortlaunch.recipe.fields.section import LIST, MAPPING, NUMBER, PART, WORD
-from ortlaunch.recipe.hints.messages import missing, wrong
-from ortlaunch.recipe.hints.unknown_keys import settle
-from ortlaunch.recipe.rules.rules import broken
-from ortlaunch.recipe.text.place import KeyPath, Line, dotted, keys
+from ortlaunch.recipe.hints.messages import missing_key_message, wrong_value_message
+from ortlaunch.recipe.hints.unknown_keys import resolve_unknown_keys
+from ortlaunch.recipe.rules.rules import broken_rule_problems
+from ortlaunch.recipe.text.place import KeyPath, ProblemLine, format_key_path, parse_key_path
 from ortlaunch.recipe.text.tree import Tree
-from ortlaunch.recipe.text.yaml_text import parse
+from ortlaunch.recipe.text.yaml_text import parse_yaml
 
 # Stand-ins for missing required values, so that the rules can still check the rest. Rules that
 # involve such a key are not reported.
@@ -38,87 +38,100 @@ _PLACEHOLDERS: dict[KeyPath, str] = {
 }
 
 
-class Checked(NamedTuple):
+class CheckedRecipe(NamedTuple):
     """The recipe, or None; its tree without wrong values; and all problems."""
 
     recipe: Recipe | None
     tree: Tree
-    problems: list[Line]
+    problems: list[ProblemLine]
 
 
-def check(tree: Tree) -> Checked:
+def validate_tree(tree: Tree) -> CheckedRecipe:
     """Check the names of keys, then values, then the rules across fields."""
-    tree, problems, doubtful = settle(tree)
+    tree, problems, doubtful_paths = resolve_unknown_keys(tree)
     recipe = None
     # Removing a wrong key can uncover another error. The limit ends a loop that makes no progress.
     for _ in range(4):
         try:
-            recipe = Recipe.model_validate(tree.plain())
+            recipe = Recipe.model_validate(tree.plain_value())
             break
         except ValidationError as error:
-            found = [(_path(details, tree), details) for details in error.errors()]
+            errors_by_path = [
+                (_key_path_of_error(details, tree), details) for details in error.errors()
+            ]
         # Paths in `doubtful` were reported already, or are the targets of unknown keys.
-        for path, details in found:
+        for path, details in errors_by_path:
             # Where `extends` is misspelt, no base was read, and its values are missing.
-            of_base = details["type"] == "missing" and ("extends",) in doubtful
-            if path not in doubtful and not of_base:
+            is_missing_base_key = details["type"] == "missing" and ("extends",) in doubtful_paths
+            if path not in doubtful_paths and not is_missing_base_key:
                 problems.append(
-                    Line(tree.where(path), f"{dotted(path)}: {_message(path, details, tree)}")
+                    ProblemLine(
+                        tree.nearest_key_location(path),
+                        f"{format_key_path(path)}: {_problem_message(path, details, tree)}",
+                    )
                 )
-            doubtful.append(path)
-        for path, _details in found:
-            tree = _mended(tree, path)
+            doubtful_paths.append(path)
+        for path, _details in errors_by_path:
+            tree = _drop_or_replace_value(tree, path)
     # Without its base most of the recipe is a placeholder: rules would report nonsense.
-    if recipe is not None and ("extends",) not in doubtful:
-        problems += _rules(recipe, tree, doubtful)
-    return Checked(recipe, tree, problems)
+    if recipe is not None and ("extends",) not in doubtful_paths:
+        problems += _broken_rule_lines(recipe, tree, doubtful_paths)
+    return CheckedRecipe(recipe, tree, problems)
 
 
-def _path(details: ErrorDetails, tree: Tree) -> KeyPath:
+def _key_path_of_error(error_details: ErrorDetails, tree: Tree) -> KeyPath:
     """Return pydantic's location without the names of union branches."""
     path: KeyPath = ()
-    for key in details["loc"]:
-        here = tree.find(path)
+    for key in error_details["loc"]:
+        node = tree.find_subtree(path)
         if key in (MAPPING, WORD, LIST, NUMBER, PART):
             continue
-        if here is not None and here.kind == "scalar":
+        if node is not None and node.node_type == "scalar":
             # A single value may stand for a list: `path: 3` has no `path[0]` in the file.
             break
         path = (*path, key)
-    if details["type"] == "missing" and isinstance(path[-1], int):
+    if error_details["type"] == "missing" and isinstance(path[-1], int):
         # One number where a pair is required: the error is about the pair.
         return path[:-1]
     return path
 
 
-def _message(path: KeyPath, details: ErrorDetails, tree: Tree) -> str:
-    written = tree.find(path)
+def _problem_message(key_path: KeyPath, error_details: ErrorDetails, tree: Tree) -> str:
+    value_node = tree.find_subtree(key_path)
     return (
-        missing(path)
-        if details["type"] == "missing" and written is None
-        else wrong(path, details, written)
+        missing_key_message(key_path)
+        if error_details["type"] == "missing" and value_node is None
+        else wrong_value_message(key_path, error_details, value_node)
     )
 
 
-def _mended(tree: Tree, path: KeyPath) -> Tree:
+def _drop_or_replace_value(tree: Tree, key_path: KeyPath) -> Tree:
     """Return the tree without a wrong value, or with a placeholder where a value is required."""
     # A list with a wrong item is removed as a whole.
-    path = tuple(itertools.takewhile(lambda key: isinstance(key, str), path))
-    if path in _PLACEHOLDERS:
-        return tree.put(path, parse(_PLACEHOLDERS[path], "", []))
+    key_path = tuple(itertools.takewhile(lambda key: isinstance(key, str), key_path))
+    if key_path in _PLACEHOLDERS:
+        return tree.set_subtree(key_path, parse_yaml(_PLACEHOLDERS[key_path], "", []))
     # A space without its wrong fields would be another one.
-    return tree.without(path[:1] if path[0] == "sweep" else path)
+    return tree.remove_key(key_path[:1] if key_path[0] == "sweep" else key_path)
 
 
-def _rules(recipe: Recipe, tree: Tree, doubtful: Sequence[KeyPath]) -> Iterator[Line]:
+def _broken_rule_lines(
+    recipe: Recipe, tree: Tree, doubtful_paths: Sequence[KeyPath]
+) -> Iterator[ProblemLine]:
     """Yield the problems of broken rules, except those about a key that was itself wrong."""
-    for paths, message in broken(recipe):
-        involved = [keys(path) for path in paths]
-        if not any(_overlap(path, other) for path in involved for other in doubtful):
-            yield Line(tree.where(involved[0]), f"{paths[0]}: {message}")
+    for key_names, message in broken_rule_problems(recipe):
+        involved_paths = [parse_key_path(path) for path in key_names]
+        if not any(
+            _is_same_or_nested(path, doubtful_path)
+            for path in involved_paths
+            for doubtful_path in doubtful_paths
+        ):
+            yield ProblemLine(
+                tree.nearest_key_location(involved_paths[0]), f"{key_names[0]}: {message}"
+            )
 
 
-def _overlap(one: KeyPath, other: KeyPath) -> bool:
+def _is_same_or_nested(key_path: KeyPath, other_path: KeyPath) -> bool:
     # A section overlaps with its own keys.
-    shorter = min(len(one), len(other))
-    return one[:shorter] == other[:shorter]
+    shorter = min(len(key_path), len(other_path))
+    return key_path[:shorter] == other_path[:shorter]

@@ -22,7 +22,7 @@ from typing import Any
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.data import Corpus, is_chat
 from ortlaunch.recipe.text.place import Problem
-from ortlaunch.recipe.text.words import closest
+from ortlaunch.recipe.text.words import closest_name
 
 OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 """Functions that open compressed files, by the ending of the name."""
@@ -34,75 +34,90 @@ _READ_BYTES = 1 << 20
 _DEFAULT_COLUMNS = {"prompt_column": "instruction", "response_column": "output"}
 
 
-def first_row_problems(recipe: Recipe, key: str, source: Corpus, path: str) -> Iterator[Problem]:
+def first_row_problems(
+    recipe: Recipe, source_key: str, source: Corpus, file_path: str
+) -> Iterator[Problem]:
     """Yield columns that the first row of a file lacks, and a media file that does not exist.
 
     Args:
         recipe: the recipe.
-        key: the source's key in the recipe.
+        source_key: the source's key in the recipe.
         source: the source.
-        path: one of its files, or of format folder one of its folders.
+        file_path: one of its files, or of format folder one of its folders.
     """
     is_folder = source.format == "folder"
-    path = _metadata(path, source.split) if is_folder else path
-    form = path.rpartition(".")[2] if is_folder else source.format
-    rows = [row for row in _first_rows(path, form) if isinstance(row, dict)]
+    file_path = _metadata_path(file_path, source.split) if is_folder else file_path
+    file_format = file_path.rpartition(".")[2] if is_folder else source.format
+    rows = [row for row in _first_rows(file_path, file_format) if isinstance(row, dict)]
     for field in _column_fields(recipe, source) if rows else ():
         column, names = getattr(source, field) or _DEFAULT_COLUMNS[field], sorted(rows[0])
         if column not in rows[0]:
-            guess = closest(column, names)
-            near = f"; did you mean {guess}?" if guess else ""
-            yield (f"{key}.{field}",), f"got {column}; {path} has {', '.join(names)}{near}"
+            closest_column = closest_name(column, names)
+            guess_text = f"; did you mean {closest_column}?" if closest_column else ""
+            yield (
+                (f"{source_key}.{field}",),
+                f"got {column}; {file_path} has {', '.join(names)}{guess_text}",
+            )
     # Names in metadata are relative to its folder.
-    missing = [
+    missing_files = [
         name
         for name in (row.get(source.file_column) for row in rows if is_folder)
-        if isinstance(name, str) and not os.path.isfile(os.path.join(os.path.dirname(path), name))
+        if isinstance(name, str)
+        and not os.path.isfile(os.path.join(os.path.dirname(file_path), name))
     ]
-    if missing:
-        more = f", nor do {len(missing) - 1} more of its first rows" if missing[1:] else ""
-        yield (f"{key}.path",), f"{path} names {missing[0]}, which does not exist{more}"
+    if missing_files:
+        further_missing_text = (
+            f", nor do {len(missing_files) - 1} more of its first rows" if missing_files[1:] else ""
+        )
+        yield (
+            (f"{source_key}.path",),
+            f"{file_path} names {missing_files[0]}, which does not exist{further_missing_text}",
+        )
 
 
-def _column_fields(recipe: Recipe, source: Corpus) -> Sequence[str]:
+def _column_fields(recipe: Recipe, corpus: Corpus) -> Sequence[str]:
     """Return the fields of a source whose columns each row must have."""
-    if is_chat(source):
-        return ("messages_column",) if source.messages_column else tuple(_DEFAULT_COLUMNS)
+    if is_chat(corpus):
+        return ("messages_column",) if corpus.messages_column else tuple(_DEFAULT_COLUMNS)
     label = ("label_column",) if recipe.model.traits.label else ()
     text = ("text_column", *label)
     media = {"image": ("file_column", "label_column"), "sound": ("file_column", "text_column")}
     return media[recipe.model.traits.media] if recipe.model.traits.media else text
 
 
-def _metadata(folder: str, split: str) -> str:
+def _metadata_path(folder: str, split: str) -> str:
     """Return the metadata of a folder or of its split; "" if it has none that is read here."""
     paths = (
-        os.path.join(folder, part, f"metadata.{form}")
-        for part in ("", split)
-        for form in ("csv", "jsonl")
+        os.path.join(folder, subfolder, f"metadata.{file_format}")
+        for subfolder in ("", split)
+        for file_format in ("csv", "jsonl")
     )
     return next(filter(os.path.isfile, paths), "")
 
 
-def _first_rows(path: str, form: str) -> Iterator[Any]:
+def _first_rows(file_path: str, file_format: str) -> Iterator[Any]:
     """Yield the whole rows at the beginning of a file of format csv or jsonl, else nothing."""
-    if form not in ("csv", "jsonl") or not path:
+    if file_format not in ("csv", "jsonl") or not file_path:
         return
     try:
-        with OPENERS.get(os.path.splitext(path)[1], open)(path, "rb") as file:
-            read = file.read(_READ_BYTES)
-        text = codecs.getincrementaldecoder("utf-8-sig")().decode(read)
+        with OPENERS.get(os.path.splitext(file_path)[1], open)(file_path, "rb") as file:
+            data = file.read(_READ_BYTES)
+        text = codecs.getincrementaldecoder("utf-8-sig")().decode(data)
         # The last row may go on after the bytes that were read.
-        whole = text if len(read) < _READ_BYTES else text[: text.rfind("\n") + 1]
-        if form == "csv":
-            separator = max(SEPARATORS, key=whole.partition("\n")[0].count)
-            table = csv.reader(io.StringIO(whole, newline=""), delimiter=separator, strict=True)
-            names, *rows = [cells for cells in table if any(map(str.strip, cells))]
-            yield from (dict(zip(names, cells)) for cells in rows if len(cells) == len(names))
+        complete_text = text if len(data) < _READ_BYTES else text[: text.rfind("\n") + 1]
+        if file_format == "csv":
+            separator = max(SEPARATORS, key=complete_text.partition("\n")[0].count)
+            csv_rows = csv.reader(
+                io.StringIO(complete_text, newline=""), delimiter=separator, strict=True
+            )
+            column_names, *rows = [cells for cells in csv_rows if any(map(str.strip, cells))]
+            yield from (
+                dict(zip(column_names, cells)) for cells in rows if len(cells) == len(column_names)
+            )
         elif text.lstrip().startswith("["):
             yield json.JSONDecoder().raw_decode(text.lstrip()[1:].lstrip())[0]
         else:
-            yield from (json.loads(line) for line in whole.split("\n") if line.strip())
+            yield from (json.loads(line) for line in complete_text.split("\n") if line.strip())
     # The reader of the ranks names the reason, with its place.
     except (OSError, EOFError, ValueError, csv.Error, lzma.LZMAError, zlib.error):
         return

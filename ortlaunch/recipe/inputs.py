@@ -17,118 +17,126 @@ from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.recipe.fields.families import FAMILIES
 from ortlaunch.recipe.fields.prompts import CHAT_TEMPLATES
 from ortlaunch.recipe.first_rows import first_row_problems
-from ortlaunch.recipe.text.paths import EXPANDED
+from ortlaunch.recipe.text.paths import EXPANDED_VARIABLES
 from ortlaunch.recipe.text.place import Problem
-from ortlaunch.recipe.text.words import closest
+from ortlaunch.recipe.text.words import closest_name
 from ortlaunch.tasks import TASKS
 
-RATE = "optimizer.learning_rate"
-_READ = {
+LEARNING_RATE_KEY = "optimizer.learning_rate"
+_PRETRAINED_FILE_NAMES = {
     "model.pretrained": re.compile(r"config\.json|(model|pytorch_model|adapter_model)\b.*"),
     "data.tokenizer": re.compile(r".*\.(json|txt|model|tiktoken)"),
 }
 
 
-def missing_files(recipe: Recipe, task: str = "train") -> Iterator[Problem]:
+def missing_file_problems(recipe: Recipe, task_name: str = "train") -> Iterator[Problem]:
     """Yield data files, and local folders of models and tokenizers, that are absent on this host.
 
     Files of them that are pointers of git-lfs are absent, too.
 
     They may be created later, or be on other hosts.
     """
-    for key, corpus in _read_sources(recipe, task):
+    for key, corpus in _read_sources(recipe, task_name):
         for pattern in (corpus.path or ()) if isinstance(corpus, Corpus) else ():
             # Only a rank reads URLs, of a streamed corpus.
-            found = ["://"] if "://" in pattern else matching_files(pattern)
+            matching_paths = ["://"] if "://" in pattern else matching_files(pattern)
             if os.path.isdir(pattern) and corpus.format == "folder":
                 continue
             if os.path.isdir(pattern):
-                what = f"got {pattern}, which is a folder; give its files: {os.path.join(pattern, '*')}"
-                yield (f"{key}.path",), what
-            elif not found:
-                what = f"got {pattern}, which matches no file here (current folder: {current_folder()})"
-                yield (f"{key}.path",), what + _remedy(pattern)
-            yield from (((f"{key}.path",), why) for why in pointers(found))
+                message = f"got {pattern}, which is a folder; give its files: {os.path.join(pattern, '*')}"
+                yield (f"{key}.path",), message
+            elif not matching_paths:
+                message = f"got {pattern}, which matches no file here (current folder: {current_folder()})"
+                yield (f"{key}.path",), message + _path_remedy(pattern)
+            yield from (
+                ((f"{key}.path",), reason) for reason in lfs_pointer_messages(matching_paths)
+            )
     template = recipe.data.chat_template
-    given = template is None or "{" in template or template in CHAT_TEMPLATES
-    if template is not None and not given and not os.path.isfile(template):
+    is_known_or_text = template is None or "{" in template or template in CHAT_TEMPLATES
+    if template is not None and not is_known_or_text and not os.path.isfile(template):
         names = ", ".join(CHAT_TEMPLATES)
-        what = (
+        message = (
             f"got {template}, and no such file exists (the text of a template contains {{{{ }}}}; "
             f"known by name: {names})"
         )
-        yield ("data.chat_template",), what + _remedy(template)
+        yield ("data.chat_template",), message + _path_remedy(template)
     for key, value in (
         ("model.pretrained", recipe.model.pretrained),
         ("data.tokenizer", recipe.data.tokenizer),
     ):
         if not isinstance(value, str) or os.path.exists(value):
-            yield from (((key,), why) for why in pointers(files_read(key, str(value))))
+            yield from (
+                ((key,), reason)
+                for reason in lfs_pointer_messages(pretrained_files(key, str(value)))
+            )
             continue
         # Any other value may be the name of a model on the Hugging Face Hub.
         if value.startswith(("/", "./", "../", "~")) or "$" in value or "://" in value:
-            yield (key,), f"got {value}, and no such folder exists here{_remedy(value)}"
+            yield (key,), f"got {value}, and no such folder exists here{_path_remedy(value)}"
 
 
-def wrong_contents(recipe: Recipe, task: str = "train") -> Iterator[Problem]:
+def content_problems(recipe: Recipe, task_name: str = "train") -> Iterator[Problem]:
     """Yield files on this host whose contents do not fit the recipe.
 
     These are columns and media files that the first rows of a source lack, and local weights with
     fewer rows than the tokenizer has tokens.
     """
-    for key, corpus in _read_sources(recipe, task):
+    for key, corpus in _read_sources(recipe, task_name):
         if isinstance(corpus, Corpus):
             for pattern in corpus.path or ():
                 # One file shows the columns of all.
                 files = matching_files(pattern)[:1]
                 for path in [pattern] if corpus.format == "folder" else files:
                     yield from first_row_problems(recipe, key, corpus, path)
-    yield from _small_vocabulary(recipe)
+    yield from _small_vocabulary_problems(recipe)
 
 
-def _read_sources(recipe: Recipe, task: str) -> list[tuple[str, str | Corpus]]:
+def _read_sources(recipe: Recipe, task_name: str) -> list[tuple[str, str | Corpus]]:
     """Return the sources that a task reads, each with its key in the recipe."""
     # An evaluation reads no training data.
     return [
-        each
-        for each in recipe.data.sources()
-        if not TASKS[task].evaluates or not each[0].startswith("data.train")
+        keyed_source
+        for keyed_source in recipe.data.sources()
+        if not TASKS[task_name].evaluates or not keyed_source[0].startswith("data.train")
     ]
 
 
-def padded_vocabulary(size: int) -> int:
+def rounded_vocabulary_size(vocabulary_size: int) -> int:
     """Return the vocabulary rounded up to a multiple of 8, which tensor cores need for full speed."""
-    return (size + 7) // 8 * 8
+    return (vocabulary_size + 7) // 8 * 8
 
 
-def _small_vocabulary(recipe: Recipe) -> Iterator[Problem]:
+def _small_vocabulary_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield a vocabulary of local weights with fewer rows than a local tokenizer has tokens."""
     config = Path(str(recipe.model.pretrained), "config.json")
     tokenizer = Path(str(recipe.data.tokenizer), "tokenizer.json")
     try:
-        own = json.loads(config.read_bytes()).get("vocab_size")
-        made = json.loads(tokenizer.read_bytes())
-        vocabulary = made["model"]["vocab"]
-        added = {each["content"] for each in made.get("added_tokens", ())}
+        model_vocabulary_size = json.loads(config.read_bytes()).get("vocab_size")
+        tokenizer_json = json.loads(tokenizer.read_bytes())
+        vocabulary = tokenizer_json["model"]["vocab"]
+        added = {token["content"] for token in tokenizer_json.get("added_tokens", ())}
         # A mapping to ids, or the pairs of a Unigram model.
-        words = {*vocabulary} if isinstance(vocabulary, dict) else {word for word, _ in vocabulary}
+        tokens = {*vocabulary} if isinstance(vocabulary, dict) else {word for word, _ in vocabulary}
     # Files of other forms are read by transformers alone.
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return
-    words |= {*added, *recipe.data.special_tokens.values(), *recipe.data.added_tokens}
-    rows = (recipe.model.config or {}).get("vocab_size", own)
-    if isinstance(rows, int) and rows < len(words):
-        what = f"got {rows}, and the tokenizer has {len(words)} words"
-        yield ("model.config.vocab_size",), f"{what}; {padded_vocabulary(len(words))} adds new ones"
+    tokens |= {*added, *recipe.data.special_tokens.values(), *recipe.data.added_tokens}
+    embedding_rows = (recipe.model.config or {}).get("vocab_size", model_vocabulary_size)
+    if isinstance(embedding_rows, int) and embedding_rows < len(tokens):
+        message = f"got {embedding_rows}, and the tokenizer has {len(tokens)} words"
+        yield (
+            ("model.config.vocab_size",),
+            f"{message}; {rounded_vocabulary_size(len(tokens))} adds new ones",
+        )
 
 
-def unknown_type(recipe: Recipe) -> Iterator[Problem]:
+def unknown_model_type_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield a model type that the installed transformers does not have."""
     # The types are read from the source; transformers is not imported.
-    kind = (recipe.model.config or {}).get("model_type")
+    model_type = (recipe.model.config or {}).get("model_type")
     spec = (
         importlib.util.find_spec("transformers")
-        if kind is not None and kind not in FAMILIES
+        if model_type is not None and model_type not in FAMILIES
         else None
     )
     for folder in (spec and spec.submodule_search_locations) or ():
@@ -139,21 +147,21 @@ def unknown_type(recipe: Recipe) -> Iterator[Problem]:
             name for text in texts for name in re.findall(r'"([\w.-]+)"\s*[,:]\s*"\w+Config"', text)
         }
         # Without any match the layout of the source is unknown, and nothing is concluded.
-        if types and kind not in types:
-            guess = closest(str(kind), (*FAMILIES, *sorted(types)))
-            near = f"; did you mean {guess}?" if guess else ""
+        if types and model_type not in types:
+            closest_type = closest_name(str(model_type), (*FAMILIES, *sorted(types)))
+            guess_text = f"; did you mean {closest_type}?" if closest_type else ""
             yield (
                 ("model.config.model_type",),
-                f"got {kind}, which the installed transformers does not know{near}",
+                f"got {model_type}, which the installed transformers does not know{guess_text}",
             )
 
 
-def doubtful(recipe: Recipe) -> Iterator[Problem]:
+def doubtful_value_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield values that are valid and most likely mistakes."""
     for key, corpus in recipe.data.sources():
         patterns = (corpus.path or ()) if isinstance(corpus, Corpus) else ()
         files = Counter(
-            os.path.realpath(file) for each in patterns for file in matching_files(each)
+            os.path.realpath(file) for pattern in patterns for file in matching_files(pattern)
         )
         for file, count in files.items():
             if count > 1:
@@ -163,7 +171,7 @@ def doubtful(recipe: Recipe) -> Iterator[Problem]:
     # Adaptive optimizers normalize the gradient, so that a step is about as large as the rate.
     if rate > 1 and recipe.optimizer.traits.adapts:
         yield (
-            (RATE,),
+            (LEARNING_RATE_KEY,),
             f"got {rate:g}: {name} changes each weight by about this much per step; 1e-5 to "
             "1e-2 is usual",
         )
@@ -181,24 +189,30 @@ def current_folder() -> str:
 def matching_files(pattern: str) -> list[str]:
     """Return the file of this name, or the sorted files that match a pattern."""
     # A name may have the letters of a pattern.
-    found = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern, recursive=True))
-    return [path for path in found if os.path.isfile(path)]
+    candidate_paths = (
+        [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern, recursive=True))
+    )
+    return [path for path in candidate_paths if os.path.isfile(path)]
 
 
-def files_read(key: str, folder: str) -> list[str]:
+def pretrained_files(field_key: str, folder: str) -> list[str]:
     """Return the files of a folder that transformers reads for a field; [] if there is none.
 
-    key: model.pretrained or data.tokenizer.
+    field_key: model.pretrained or data.tokenizer.
     """
     names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
     if any(name.endswith(".safetensors") for name in names):
         names = [name for name in names if not name.endswith(".bin")]
-    return [os.path.join(folder, name) for name in names if _READ[key].fullmatch(name)]
+    return [
+        os.path.join(folder, name)
+        for name in names
+        if _PRETRAINED_FILE_NAMES[field_key].fullmatch(name)
+    ]
 
 
-def pointers(paths: Iterable[str]) -> Iterator[str]:
+def lfs_pointer_messages(file_paths: Iterable[str]) -> Iterator[str]:
     """Yield a sentence for each file that is a pointer of git-lfs."""
-    for path in paths:
+    for path in file_paths:
         # A file that cannot be read is an error where it is read.
         if not (os.path.isfile(path) and os.access(path, os.R_OK)):
             continue
@@ -207,24 +221,24 @@ def pointers(paths: Iterable[str]) -> Iterator[str]:
                 yield f"{path} {IS_LFS_POINTER}"
 
 
-def require_no_pointers(paths: Iterable[str]) -> None:
+def refuse_lfs_pointers(file_paths: Iterable[str]) -> None:
     """Refuse pointers of git-lfs.
 
     Raises:
         InputError: a file is one.
     """
-    if why := next(pointers(paths), None):
-        raise InputError(why)
+    if reason := next(lfs_pointer_messages(file_paths), None):
+        raise InputError(reason)
 
 
-def _remedy(path: str) -> str:
+def _path_remedy(missing_path: str) -> str:
     """Return the text on a replacement for a path that does not exist."""
-    if "://" in path:
+    if "://" in missing_path:
         return "; only paths on this machine's disks are supported: copy or mount it, and give that path"
-    if path.startswith("~") or "$" in path:
-        names = ", ".join(f"${name}" for name in EXPANDED)
+    if missing_path.startswith("~") or "$" in missing_path:
+        names = ", ".join(f"${name}" for name in EXPANDED_VARIABLES)
         return (
             f"; ~, {names} and the names in launch.forward are expanded, where they are set: give "
             "that variable a value, or write the full path"
         )
-    return "" if os.path.isabs(path) else ", nor beside the recipe"
+    return "" if os.path.isabs(missing_path) else ", nor beside the recipe"

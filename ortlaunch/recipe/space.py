@@ -6,60 +6,76 @@ import itertools
 import json
 from collections.abc import Iterator, Mapping
 
-from ortlaunch.recipe.check import check
-from ortlaunch.recipe.fields.sweep import Search, combinations
-from ortlaunch.recipe.text.place import Line
-from ortlaunch.recipe.text.source import override
+from ortlaunch.recipe.check import validate_tree
+from ortlaunch.recipe.fields.sweep import Search, value_combinations
+from ortlaunch.recipe.text.place import ProblemLine
+from ortlaunch.recipe.text.source import apply_overrides
 from ortlaunch.recipe.text.tree import Tree
 
 # Combinations of values that are checked together; each check takes some milliseconds.
-_MOST = 64
+_MAX_COMBINATIONS = 64
 
 
-def assignments(fields: Mapping[str, object]) -> list[str]:
+def trial_overrides(values_by_field: Mapping[str, object]) -> list[str]:
     """Return the overrides of a trial: its values, and no sweep."""
-    return ["sweep=null", *(f"{name}={json.dumps(value)}" for name, value in fields.items())]
+    return [
+        "sweep=null",
+        *(f"{name}={json.dumps(value)}" for name, value in values_by_field.items()),
+    ]
 
 
-def space_problems(tree: Tree, search: Search) -> list[Line]:
+def space_problems(tree: Tree, search: Search) -> list[ProblemLine]:
     """Return the problems of values in the space, else of the first bad combination of them."""
-    found = list(_single(tree, search))
-    together = combinations([*search.space.items()], lambda one: one.ends, {})
-    for fields in itertools.islice(together, 0 if found else _MOST):
-        if texts := _texts(tree, fields):
-            values = ", ".join(assignments(fields)[1:])
-            place = tree.where(("sweep", "space"))
-            return [Line(place, f"sweep.space: {text} (with {values})") for text in texts]
-    return found
+    single_problems = list(_single_value_problems(tree, search))
+    all_combinations = value_combinations(
+        [*search.space.items()], lambda parameter: parameter.bounds_or_choices, {}
+    )
+    for fields in itertools.islice(all_combinations, 0 if single_problems else _MAX_COMBINATIONS):
+        if texts := _problem_texts(tree, fields):
+            values = ", ".join(trial_overrides(fields)[1:])
+            location = tree.nearest_key_location(("sweep", "space"))
+            return [ProblemLine(location, f"sweep.space: {text} (with {values})") for text in texts]
+    return single_problems
 
 
-def _single(tree: Tree, search: Search) -> Iterator[Line]:
-    before = dict[str, tuple[object, ...]]()
+def _single_value_problems(tree: Tree, search: Search) -> Iterator[ProblemLine]:
+    values_of_earlier_fields = dict[str, tuple[object, ...]]()
     for name, parameter in search.space.items():
         path = ("sweep", "space", name)
-        for other, value in parameter.when.items():
-            if value not in before.get(other, ()):
-                why = "is no value of a field that the space has before this one"
-                place = tree.where((*path, "when", other))
-                yield Line(place, f"sweep.space.{name}.when: {other}: {json.dumps(value)} {why}")
-        before[name] = parameter.ends
+        for other_field, value in parameter.when.items():
+            if value not in values_of_earlier_fields.get(other_field, ()):
+                reason = "is no value of a field that the space has before this one"
+                location = tree.nearest_key_location((*path, "when", other_field))
+                yield ProblemLine(
+                    location,
+                    f"sweep.space.{name}.when: {other_field}: {json.dumps(value)} {reason}",
+                )
+        values_of_earlier_fields[name] = parameter.bounds_or_choices
         if name.startswith("sweep"):
-            yield Line(tree.where(path), f"sweep.space.{name}: cannot be searched; remove it")
+            yield ProblemLine(
+                tree.nearest_key_location(path),
+                f"sweep.space.{name}: cannot be searched; remove it",
+            )
             continue
-        seen = set[str]()
-        for number, value in enumerate(parameter.ends):
-            place = tree.where((*path, parameter.kind, number))
+        reported_texts = set[str]()
+        for value_index, value in enumerate(parameter.bounds_or_choices):
+            location = tree.nearest_key_location((*path, parameter.value_field, value_index))
             texts = [
-                text for text in _texts(tree, {**parameter.when, name: value}) if text not in seen
+                text
+                for text in _problem_texts(tree, {**parameter.when, name: value})
+                if text not in reported_texts
             ]
-            seen.update(texts)
+            reported_texts.update(texts)
             yield from (
-                Line(place, f"sweep.space.{name}: {json.dumps(value)}: {text}") for text in texts
+                ProblemLine(location, f"sweep.space.{name}: {json.dumps(value)}: {text}")
+                for text in texts
             )
 
 
-def _texts(tree: Tree, fields: Mapping[str, object]) -> list[str]:
+def _problem_texts(tree: Tree, values_by_field: Mapping[str, object]) -> list[str]:
     """Return the problems of the recipe with these values, without their places."""
-    problems = list[Line]()
-    problems += check(override(tree, assignments(fields), problems)).problems
+    problems = list[ProblemLine]()
+    problems += validate_tree(
+        apply_overrides(tree, trial_overrides(values_by_field), problems)
+    ).problems
     return [line.text for line in problems]

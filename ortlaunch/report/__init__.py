@@ -10,20 +10,25 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from ortlaunch.errors import InputError
-from ortlaunch.report.curves import AREA
-from ortlaunch.report.records import Record, read
-from ortlaunch.report.sections import content
-from ortlaunch.report.tables import cell
+from ortlaunch.report.curves import CHART_AREA
+from ortlaunch.report.records import Record, read_records
+from ortlaunch.report.sections import page_values
+from ortlaunch.report.tables import cell_value
 from ortlaunch.run_folder.folder import RunDir, write_text_atomically
 from ortlaunch.search.parallel import Picture
 from ortlaunch.units import human_bytes
 from ortlaunch.version import __version__
 
 # The first line of every report: it marks a file that may be overwritten.
-_FIRST = "<!DOCTYPE html><!-- ortlaunch report -->\n"
+_FIRST_LINE = "<!DOCTYPE html><!-- ortlaunch report -->\n"
 
 
-def report(runs: Sequence[Path], to: Path | None, now: str, sweep: Picture | None = None) -> Path:
+def write_report(
+    run_folders: Sequence[Path],
+    requested_path: Path | None,
+    time_text: str,
+    sweep_picture: Picture | None = None,
+) -> Path:
     """Write the page, and return its path.
 
     Args: runs: folders of the runs to compare, one column each. to: the page's path; None:
@@ -32,47 +37,54 @@ def report(runs: Sequence[Path], to: Path | None, now: str, sweep: Picture | Non
 
     Raises: InputError: a folder is not a run's, or the page's path has a file that is no report.
     """
-    target = to or RunDir(runs[0] if len(runs) == 1 else Path()).report
-    records = read(runs)
-    if target.is_dir() or (target.exists() and not _is_ours(target)):
+    page_path = requested_path or RunDir(run_folders[0] if len(run_folders) == 1 else Path()).report
+    records = read_records(run_folders)
+    if page_path.is_dir() or (page_path.exists() and not _is_report(page_path)):
         raise InputError(
-            f"{target} exists already and is not a report; give another file with --to"
+            f"{page_path} exists already and is not a report; give another file with --to"
         )
-    write_text_atomically(target, page(records, now, sweep))
-    return target
+    write_text_atomically(page_path, render_page(records, time_text, sweep_picture))
+    return page_path
 
 
-def page(records: Sequence[Record], now: str, sweep: Picture | None = None) -> str:
+def render_page(
+    records: Sequence[Record], time_text: str, sweep_picture: Picture | None = None
+) -> str:
     """Return the page as text."""
-    return _template().render(content(records), **AREA, version=__version__, now=now, sweep=sweep)
+    return _template().render(
+        page_values(records), **CHART_AREA, version=__version__, now=time_text, sweep=sweep_picture
+    )
 
 
 @functools.cache
 def _template() -> Template:
-    pages = Environment(
+    environment = Environment(
         loader=PackageLoader("ortlaunch", "report"),
         # Recipes and errors contain text of users and of other programs.
         autoescape=True,
-        finalize=_visible,
+        finalize=_escape_control_characters,
         trim_blocks=True,
         lstrip_blocks=True,
         # A misspelt name in page.html raises instead of leaving a blank.
         undefined=StrictUndefined,
     )
-    pages.filters.update(cell=cell, human=human_bytes)
-    return pages.get_template("page.html")
+    environment.filters.update(cell=cell_value, human=human_bytes)
+    return environment.get_template("page.html")
 
 
-def _visible(value: object) -> object:
+def _escape_control_characters(value: object) -> object:
     """Return text with its control characters as Python escapes, because no page shows them.
 
     jinja2 calls this for every value before it escapes HTML.
     """
     if not isinstance(value, str) or isinstance(value, Markup):
         return value
-    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in value)
+    return "".join(
+        character if character.isprintable() or character in "\n\t" else repr(character)[1:-1]
+        for character in value
+    )
 
 
-def _is_ours(path: Path) -> bool:
-    with path.open(encoding="utf-8", errors="replace") as file:
-        return file.readline() == _FIRST
+def _is_report(page_path: Path) -> bool:
+    with page_path.open(encoding="utf-8", errors="replace") as file:
+        return file.readline() == _FIRST_LINE

@@ -11,7 +11,7 @@ from itertools import groupby
 from ortlaunch.json_types import Json
 
 # Pixels of a chart and of the part with the lines, and the colours of style.css.
-AREA = {
+CHART_AREA = {
     "width": 520,
     "height": 250,
     "left": 62,
@@ -22,13 +22,13 @@ AREA = {
 }
 # Pieces that a long line is divided into. The smallest and the largest value of each are drawn, so that
 # no spike gets lost; 400 is close to the width in pixels.
-_BUCKETS = 400
+_MAX_BUCKETS = 400
 # Maximum number of positions that show their values under the pointer.
-_STRIPS = 100
+_MAX_STRIPS = 100
 # Up to this many points are also drawn as dots: a line alone would hide that they are few.
-_DOTS = 40
+_MAX_DOTS = 40
 # The scale is logarithmic where the largest value exceeds this many medians.
-_SPREAD = 50
+_LOGARITHMIC_SPREAD = 50
 
 Point = tuple[float, float]
 
@@ -37,73 +37,88 @@ Point = tuple[float, float]
 class Curve:
     """The values of one run; None where one is infinite, undefined or missing."""
 
-    run: str
-    number: int
-    points: Sequence[tuple[float, float | None]]
-    starts: Sequence[int] = ()
-    part: str = ""
+    run_label: str
+    run_index: int
+    values_by_step: Sequence[tuple[float, float | None]]
+    start_steps: Sequence[int] = ()
+    part_name: str = ""
     """Which of several values of the run it shows, such as `evaluation`, whose line is dotted."""
 
     @property
-    def finite(self) -> list[Point]:
+    def finite_points(self) -> list[Point]:
         """Points with a value."""
-        return [(x, y) for x, y in self.points if y is not None]
+        return [(x, y) for x, y in self.values_by_step if y is not None]
 
     @property
-    def gaps(self) -> list[float]:
+    def missing_steps(self) -> list[float]:
         """Steps whose value is missing or not finite."""
-        return [x for x, y in self.points if y is None]
+        return [x for x, y in self.values_by_step if y is None]
 
 
 @dataclass(frozen=True)
 class Scale:
     """A linear or logarithmic map from a range of values to a range of pixels."""
 
-    low: float
-    high: float
-    first: float
-    last: float
-    logarithmic: bool = False
+    lowest: float
+    highest: float
+    first_pixel: float
+    last_pixel: float
+    is_logarithmic: bool = False
 
-    def at(self, value: float) -> float:
+    def pixel_of(self, value: float) -> float:
         """Return the pixel of a value."""
         low, high, value = (
-            _log(v) if self.logarithmic else v for v in (self.low, self.high, value)
+            _finite_log10(number) if self.is_logarithmic else number
+            for number in (self.lowest, self.highest, value)
         )
         # A range of one value would divide by 0. Tenths of a pixel keep the page small.
-        return round(self.first + (value - low) / (high - low or 1.0) * (self.last - self.first), 1)
+        return round(
+            self.first_pixel
+            + (value - low) / (high - low or 1.0) * (self.last_pixel - self.first_pixel),
+            1,
+        )
 
 
-def chart(
-    title: str, curves: Sequence[Curve], from_zero: bool = False, is_share: bool = False
+def draw_chart(
+    title: str, curves: Sequence[Curve], begins_at_zero: bool = False, is_share: bool = False
 ) -> dict[str, object] | None:
     """Return everything that page.html draws of one chart; None where no run has a value.
 
     Args:
         title: the chart's heading.
         curves: one or two for each run.
-        from_zero: whether the axis of values begins at 0.
+        begins_at_zero: whether the axis of values begins at 0.
         is_share: whether no value lies below 0 or above 1.
     """
-    drawn = [curve for curve in curves if curve.finite]
-    if not drawn:
+    drawn_curves = [curve for curve in curves if curve.finite_points]
+    if not drawn_curves:
         return None
-    across, up = _scales(drawn, from_zero, is_share)
-    values = _decades(up) if up.logarithmic else ticks(up.low, up.high)
-    steps = ticks(across.low, across.high, 4)
+    step_scale, value_scale = _axis_scales(drawn_curves, begins_at_zero, is_share)
+    value_ticks = (
+        _decade_ticks(value_scale)
+        if value_scale.is_logarithmic
+        else round_ticks(value_scale.lowest, value_scale.highest)
+    )
+    step_ticks = round_ticks(step_scale.lowest, step_scale.highest, 4)
     return {
-        "title": f"{title} (logarithmic)" if up.logarithmic else title,
+        "title": f"{title} (logarithmic)" if value_scale.is_logarithmic else title,
         # Marks on the value axis, then on the axis of steps: (pixel, label).
-        "rows": [(up.at(value), number(value)) for value in values],
-        "columns": [(across.at(step), number(step)) for step in steps if step == int(step)],
-        "curves": [_drawn(curve, across, up) for curve in drawn],
-        "strips": list(_strips(drawn, across, up)),
-        "parts": [part for part in dict.fromkeys(curve.part for curve in drawn) if part],
-        "lost": list(_lost(curves)),
+        "rows": [(value_scale.pixel_of(value), axis_label(value)) for value in value_ticks],
+        "columns": [
+            (step_scale.pixel_of(step), axis_label(step))
+            for step in step_ticks
+            if step == int(step)
+        ],
+        "curves": [_drawn_curve(curve, step_scale, value_scale) for curve in drawn_curves],
+        "strips": list(_tooltip_strips(drawn_curves, step_scale, value_scale)),
+        "parts": [
+            part for part in dict.fromkeys(curve.part_name for curve in drawn_curves) if part
+        ],
+        "lost": list(_missing_value_notes(curves)),
     }
 
 
-def number(value: float) -> str:
+def axis_label(value: float) -> str:
     """Return a value in a short form for an axis: 1.5e-4 instead of 0.00015."""
     if 0 < abs(value) < 1e-3:
         mantissa, exponent = f"{value:.3e}".split("e")
@@ -111,117 +126,168 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Return round numbers from low to high, about as many as `about`, for the marks of an axis."""
-    raw = (high - low) / about or abs(high) or 1.0
-    unit = 10.0 ** math.floor(math.log10(raw))
+def round_ticks(lowest: float, highest: float, tick_count: int = 5) -> list[float]:
+    """Return round numbers from low to high, about as many as `tick_count`, for the marks of an axis."""
+    raw_step = (highest - lowest) / tick_count or abs(highest) or 1.0
+    power_of_ten = 10.0 ** math.floor(math.log10(raw_step))
     # 0.999: rounding must not skip a factor that fits exactly.
-    step = next(unit * factor for factor in (1, 2, 5, 10) if unit * factor >= raw * 0.999)
+    tick_step = next(
+        power_of_ten * factor
+        for factor in (1, 2, 5, 10)
+        if power_of_ten * factor >= raw_step * 0.999
+    )
     # 1e-9: a bound that is a multiple of the step but for rounding keeps its mark.
-    first = math.ceil(low / step - 1e-9)
-    last = math.floor(high / step + 1e-9)
-    return [round(each * step, 12) for each in range(first, last + 1)]
+    first_multiple = math.ceil(lowest / tick_step - 1e-9)
+    last_multiple = math.floor(highest / tick_step + 1e-9)
+    return [
+        round(multiple * tick_step, 12) for multiple in range(first_multiple, last_multiple + 1)
+    ]
 
 
-def _log(value: float) -> float:
+def _finite_log10(value: float) -> float:
     # The smallest positive double is about 1e-308: 0 and negative values get a finite logarithm.
     return math.log10(max(value, 1e-300))
 
 
-def _scales(curves: Sequence[Curve], from_zero: bool, is_share: bool) -> tuple[Scale, Scale]:
-    xs = [x for curve in curves for x, _ in curve.points]
-    ys = [y for curve in curves for _, y in curve.finite]
-    low = min(0.0, *ys) if from_zero else min(ys)
-    high = max(ys)
+def _axis_scales(
+    curves: Sequence[Curve], begins_at_zero: bool, is_share: bool
+) -> tuple[Scale, Scale]:
+    xs = [x for curve in curves for x, _ in curve.values_by_step]
+    ys = [y for curve in curves for _, y in curve.finite_points]
+    lowest = min(0.0, *ys) if begins_at_zero else min(ys)
+    highest = max(ys)
     # Only positive values have a logarithm.
-    wide = not from_zero and low > 0 and high > _SPREAD * statistics.median(ys)
+    is_logarithmic = (
+        not begins_at_zero and lowest > 0 and highest > _LOGARITHMIC_SPREAD * statistics.median(ys)
+    )
     # A constant line is drawn in the middle: 10 % around its value, or from -1 to 1 for 0.
-    if low == high:
-        low = low - abs(low) * 0.1 - (low == 0)
-        high = high + abs(high) * 0.1 + (high == 0)
-    elif not wide:
-        room = (high - low) * 0.05
-        low = low if low == 0 and from_zero else low - room
-        high = high + room
+    if lowest == highest:
+        lowest = lowest - abs(lowest) * 0.1 - (lowest == 0)
+        highest = highest + abs(highest) * 0.1 + (highest == 0)
+    elif not is_logarithmic:
+        margin = (highest - lowest) * 0.05
+        lowest = lowest if lowest == 0 and begins_at_zero else lowest - margin
+        highest = highest + margin
     if is_share:
-        low, high = max(low, 0.0), min(high, 1.0)
+        lowest, highest = max(lowest, 0.0), min(highest, 1.0)
     # SVG's y axis points down: the lowest value is at the bottom pixel, the larger number.
-    across = Scale(min(0, *xs), max(xs), AREA["left"], AREA["right"])
-    return across, Scale(low, high, AREA["bottom"], AREA["top"], wide)
+    step_scale = Scale(min(0, *xs), max(xs), CHART_AREA["left"], CHART_AREA["right"])
+    return step_scale, Scale(
+        lowest, highest, CHART_AREA["bottom"], CHART_AREA["top"], is_logarithmic
+    )
 
 
-def _decades(up: Scale) -> list[float]:
-    inside = [
-        10.0**power for power in range(math.ceil(_log(up.low)), math.floor(_log(up.high)) + 1)
+def _decade_ticks(value_scale: Scale) -> list[float]:
+    inner_decades = [
+        10.0**power
+        for power in range(
+            math.ceil(_finite_log10(value_scale.lowest)),
+            math.floor(_finite_log10(value_scale.highest)) + 1,
+        )
     ]
     # Fewer than two powers of ten would make an axis without a scale: mark the ends instead.
-    return inside if len(inside) >= 2 else [up.low, up.high]
+    return inner_decades if len(inner_decades) >= 2 else [value_scale.lowest, value_scale.highest]
 
 
-def _drawn(curve: Curve, across: Scale, up: Scale) -> Json:
+def _drawn_curve(curve: Curve, step_scale: Scale, value_scale: Scale) -> Json:
     """Return a run's lines, its dots if it has few points, and the steps of resumed starts."""
     # A step without a value interrupts the line.
-    groups = groupby(curve.points, key=lambda point: point[1] is not None)
-    lines = [[(x, y) for x, y in group if y is not None] for is_whole, group in groups if is_whole]
+    groups = groupby(curve.values_by_step, key=lambda point: point[1] is not None)
+    line_points = [
+        [(x, y) for x, y in point_group if y is not None]
+        for is_whole, point_group in groups
+        if is_whole
+    ]
     return {
-        "run": curve.run,
-        "number": curve.number,
-        "part": curve.part,
-        "starts": [(step, across.at(step)) for step in curve.starts],
-        "lines": [[(across.at(x), up.at(y)) for x, y in thinned(points)] for points in lines],
-        "dots": [(across.at(x), up.at(y)) for x, y in curve.finite]
-        if len(curve.finite) <= _DOTS
+        "run": curve.run_label,
+        "number": curve.run_index,
+        "part": curve.part_name,
+        "starts": [(step, step_scale.pixel_of(step)) for step in curve.start_steps],
+        "lines": [
+            [(step_scale.pixel_of(x), value_scale.pixel_of(y)) for x, y in thin_points(points)]
+            for points in line_points
+        ],
+        "dots": [(step_scale.pixel_of(x), value_scale.pixel_of(y)) for x, y in curve.finite_points]
+        if len(curve.finite_points) <= _MAX_DOTS
         else [],
     }
 
 
-def thinned(points: Sequence[Point]) -> list[Point]:
+def thin_points(points: Sequence[Point]) -> list[Point]:
     """Return the smallest and the largest point of each of `_BUCKETS` pieces, ordered by step.
 
     A short list of points is returned unchanged.
     """
-    if len(points) <= 2 * _BUCKETS:
+    if len(points) <= 2 * _MAX_BUCKETS:
         return list(points)
-    size = math.ceil(len(points) / _BUCKETS)
-    pieces = [points[at : at + size] for at in range(0, len(points), size)]
-    ends = [{min(piece, key=lambda p: p[1]), max(piece, key=lambda p: p[1])} for piece in pieces]
+    bucket_size = math.ceil(len(points) / _MAX_BUCKETS)
+    buckets = [
+        points[bucket_start : bucket_start + bucket_size]
+        for bucket_start in range(0, len(points), bucket_size)
+    ]
+    extremes = [
+        {
+            min(bucket, key=lambda candidate: candidate[1]),
+            max(bucket, key=lambda candidate: candidate[1]),
+        }
+        for bucket in buckets
+    ]
     # The set removes a point that is both, as in a constant piece.
-    return sorted({points[0], points[-1], *(point for pair in ends for point in pair)})
+    return sorted(
+        {
+            points[0],
+            points[-1],
+            *(point for bucket_extremes in extremes for point in bucket_extremes),
+        }
+    )
 
 
-def _strips(curves: Sequence[Curve], across: Scale, up: Scale) -> Iterator[dict[str, object]]:
+def _tooltip_strips(
+    curves: Sequence[Curve], step_scale: Scale, value_scale: Scale
+) -> Iterator[dict[str, object]]:
     """Yield transparent strips whose titles, each run's value there, the browser shows as
     tooltips."""
-    steps = sorted({x for curve in curves for x, _ in curve.finite})
+    strip_steps = sorted({x for curve in curves for x, _ in curve.finite_points})
     # Every n-th step, so that the page stays small.
-    steps = steps[:: math.ceil(len(steps) / _STRIPS)]
-    values = [dict(curve.finite) for curve in curves]
+    strip_steps = strip_steps[:: math.ceil(len(strip_steps) / _MAX_STRIPS)]
+    value_by_step = [dict(curve.finite_points) for curve in curves]
     # Adjacent strips meet halfway between their steps.
-    middles = [(across.at(a) + across.at(b)) / 2 for a, b in zip(steps, steps[1:])]
-    for step, left, right in zip(steps, [AREA["left"], *middles], [*middles, AREA["right"]]):
-        here = [(curve, found[step]) for curve, found in zip(curves, values) if step in found]
+    strip_borders = [
+        (step_scale.pixel_of(a) + step_scale.pixel_of(b)) / 2
+        for a, b in zip(strip_steps, strip_steps[1:])
+    ]
+    for step, left_pixel, right_pixel in zip(
+        strip_steps, [CHART_AREA["left"], *strip_borders], [*strip_borders, CHART_AREA["right"]]
+    ):
+        curves_with_value = [
+            (curve, values_of_curve[step])
+            for curve, values_of_curve in zip(curves, value_by_step)
+            if step in values_of_curve
+        ]
         yield {
             "said": "\n".join(
                 [
-                    f"step {number(step)}",
+                    f"step {axis_label(step)}",
                     *(
-                        f"{curve.run}{curve.part and ', '}{curve.part}: {value:,.6g}"
-                        for curve, value in here
+                        f"{curve.run_label}{curve.part_name and ', '}{curve.part_name}: {value:,.6g}"
+                        for curve, value in curves_with_value
                     ),
                 ]
             ),
-            "x": across.at(step),
-            "left": left,
-            "width": round(max(right - left, 0.1), 1),
-            "dots": [(up.at(value), curve.number) for curve, value in here],
+            "x": step_scale.pixel_of(step),
+            "left": left_pixel,
+            "width": round(max(right_pixel - left_pixel, 0.1), 1),
+            "dots": [
+                (value_scale.pixel_of(value), curve.run_index) for curve, value in curves_with_value
+            ],
         }
 
 
-def _lost(curves: Sequence[Curve]) -> Iterator[str]:
+def _missing_value_notes(curves: Sequence[Curve]) -> Iterator[str]:
     """Yield a note for each run about steps without a finite value."""
     for curve in curves:
-        if curve.gaps:
-            steps = ", ".join(number(step) for step in curve.gaps[:5]) + (
-                ", ..." if len(curve.gaps) > 5 else ""
+        if curve.missing_steps:
+            steps_text = ", ".join(axis_label(step) for step in curve.missing_steps[:5]) + (
+                ", ..." if len(curve.missing_steps) > 5 else ""
             )
-            yield f"{curve.run}: no finite value at step {steps}"
+            yield f"{curve.run_label}: no finite value at step {steps_text}"

@@ -12,7 +12,7 @@ import yaml
 from ortlaunch.errors import DamagedFile, InputError, OrtlaunchError
 from ortlaunch.other_runs import status
 from ortlaunch.other_runs.status import Status
-from ortlaunch.recipe.text.place import HIDDEN, SECRET, without_secrets
+from ortlaunch.recipe.text.place import HIDDEN_VALUE, SECRET_NAME, hide_secrets
 from ortlaunch.recipe.text.yaml_text import load_dumped
 from ortlaunch.run_folder.folder import RunDir, read_own_json, read_own_text
 from ortlaunch.run_folder.lines import read_json_lines
@@ -62,127 +62,136 @@ class Record:
     @property
     def starts(self) -> list[int]:
         """Steps from which later starts continued, ascending; a start from 0 is not listed."""
-        later = [one.resumed for one in self.status.job.attempts[1:]]
-        return sorted({step for step in (*later, self.resumed) if step})
+        resumed_steps = [attempt.resumed for attempt in self.status.job.attempts[1:]]
+        return sorted({step for step in (*resumed_steps, self.resumed) if step})
 
 
-def read(paths: Sequence[Path]) -> list[Record]:
+def read_records(run_folders: Sequence[Path]) -> list[Record]:
     """Read every run.
 
     Raises:
         InputError: a folder is given twice, or some cannot be read as runs; names all of these.
     """
-    runs = []
-    wrong = []
+    read_runs = []
+    error_texts = []
     # Collect all wrong folders, so that the user can mend the command at once.
-    for path, label in zip(paths, labels(paths)):
+    for path, label in zip(run_folders, unique_labels(run_folders)):
         try:
-            runs.append(_read(RunDir(path), label))
+            read_runs.append(_read_record(RunDir(path), label))
         except OrtlaunchError as error:
-            wrong.append(str(error))
-    if wrong:
-        raise InputError("\n".join(wrong))
-    return runs
+            error_texts.append(str(error))
+    if error_texts:
+        raise InputError("\n".join(error_texts))
+    return read_runs
 
 
-def labels(paths: Sequence[Path]) -> list[str]:
+def unique_labels(run_folders: Sequence[Path]) -> list[str]:
     """Return a short unique name of each folder: as few of its last path parts as needed.
 
     Raises: InputError: a folder is given twice.
     """
-    parts = [path.resolve().parts for path in paths]
+    path_parts = [path.resolve().parts for path in run_folders]
     # The shortest unique suffix of the paths; a path given twice never becomes unique.
-    for length in range(1, max(map(len, parts), default=1) + 1):
-        short = ["/".join(each[-length:]) for each in parts]
-        if len(set(short)) == len(short):
-            return short
-    raise InputError(f"the same run folder is given twice: {', '.join(map(str, paths))}")
+    for part_count in range(1, max(map(len, path_parts), default=1) + 1):
+        short_labels = ["/".join(parts_of_path[-part_count:]) for parts_of_path in path_parts]
+        if len(set(short_labels)) == len(short_labels):
+            return short_labels
+    raise InputError(f"the same run folder is given twice: {', '.join(map(str, run_folders))}")
 
 
-def _read(run: RunDir, label: str) -> Record:
-    found = status.read_status(run)
-    files = _Files(found.unreadable)
-    folders = sorted((run.path / "evaluations").glob("*/evaluation.json"))
+def _read_record(run: RunDir, label: str) -> Record:
+    run_status = status.read_status(run)
+    file_reader = _FileReader(run_status.unreadable)
+    evaluation_paths = sorted((run.path / "evaluations").glob("*/evaluation.json"))
     return Record(
-        run=run, label=label, status=found,
-        recipe=files.yaml(run.recipe), lines=files.lines(run.metrics, "step"),
-        engine=files.json(run.engine), profile=files.json(run.profile),
-        memory=files.json(run.memory), summary=files.json(run.summary),
-        environment=files.json(run.environment), confusion=files.json(run.confusion),
-        saves=files.lines(run.saves), bad_steps=files.lines(run.bad_steps),
-        slow_ranks=files.lines(run.slow_ranks), commands=files.lines(run.commands), exports=files.lines(run.exports),
-        evaluations=[files.json(path) for path in folders],
-        resumed=files.resumed(run),
+        run=run,
+        label=label,
+        status=run_status,
+        recipe=file_reader.read_yaml(run.recipe),
+        lines=file_reader.read_lines(run.metrics, "step"),
+        engine=file_reader.read_json(run.engine),
+        profile=file_reader.read_json(run.profile),
+        memory=file_reader.read_json(run.memory),
+        summary=file_reader.read_json(run.summary),
+        environment=file_reader.read_json(run.environment),
+        confusion=file_reader.read_json(run.confusion),
+        saves=file_reader.read_lines(run.saves),
+        bad_steps=file_reader.read_lines(run.bad_steps),
+        slow_ranks=file_reader.read_lines(run.slow_ranks),
+        commands=file_reader.read_lines(run.commands),
+        exports=file_reader.read_lines(run.exports),
+        evaluations=[file_reader.read_json(path) for path in evaluation_paths],
+        resumed=file_reader.read_resumed_step(run),
         kept=[step for step, _ in run.complete_checkpoints()],
-        unreadable=files.unreadable,
-    )  # fmt: skip
+        unreadable=file_reader.unreadable,
+    )
 
 
-class _Files:
+class _FileReader:
     """Reader of files that may be absent; it collects errors of files that cannot be read."""
 
     def __init__(self, unreadable: Sequence[str]) -> None:
         self.unreadable = list(unreadable)
 
-    def json(self, path: Path) -> dict[str, Any]:
+    def read_json(self, path: Path) -> dict[str, Any]:
         """Return a JSON mapping; empty where there is no file."""
-        return self._mapping(path, read_own_json)
+        return self._read_mapping(path, read_own_json)
 
-    def resumed(self, run: RunDir) -> int:
+    def read_resumed_step(self, run: RunDir) -> int:
         """Return the step after which the newest start began; 0 if it cannot be read."""
         try:
             return ResumeRecord.read(run).step
         except DamagedFile as error:
-            self._remember([str(error)])
+            self._add_unreadable([str(error)])
             return 0
 
-    def yaml(self, path: Path) -> dict[str, Any]:
+    def read_yaml(self, path: Path) -> dict[str, Any]:
         """Return a YAML mapping without the values of secrets; empty where there is no file."""
         return dict(
-            without_secrets(self._mapping(path, lambda path: load_dumped(read_own_text(path))))
+            hide_secrets(self._read_mapping(path, lambda path: load_dumped(read_own_text(path))))
         )
 
-    def lines(self, path: Path, *names: str) -> list[dict[str, Any]]:
+    def read_lines(self, path: Path, *required_keys: str) -> list[dict[str, Any]]:
         """Return every readable line that has these keys. An unfinished last line is left out."""
-        found = read_json_lines(path, *names)
-        self._remember(found.unreadable)
-        return found.values
+        parsed_lines = read_json_lines(path, *required_keys)
+        self._add_unreadable(parsed_lines.unreadable)
+        return parsed_lines.values
 
-    def _mapping(self, path: Path, reader: Callable[[Path], Any]) -> dict[str, Any]:
+    def _read_mapping(self, path: Path, read_file: Callable[[Path], Any]) -> dict[str, Any]:
         try:
-            value = reader(path) if path.exists() else {}
+            value = read_file(path) if path.exists() else {}
         except DamagedFile as error:
-            self._remember([str(error)])
+            self._add_unreadable([str(error)])
             return {}
         # ValueError: the file is not UTF-8.
         except (ValueError, yaml.YAMLError) as error:
-            self._remember([f"{path} cannot be read: {' '.join(str(error).split())}"])
+            self._add_unreadable([f"{path} cannot be read: {' '.join(str(error).split())}"])
             return {}
         # The file holds no mapping: it is damaged or of another version. The report leaves it out.
         return value if isinstance(value, dict) else {}
 
-    def _remember(self, said: Sequence[str]) -> None:
-        self.unreadable += [each for each in said if each not in self.unreadable]
+    def _add_unreadable(self, messages: Sequence[str]) -> None:
+        self.unreadable += [message for message in messages if message not in self.unreadable]
 
 
-def command(line: Mapping[str, Any]) -> str:
+def command_text(command_record: Mapping[str, Any]) -> str:
     """Return the command that the user entered. Secret values of KEY=VALUE words are hidden."""
-    words = [str(word) for word in line.get("argv", [])]
-    parts = [(word, *word.partition("=")) for word in words]
-    hidden = [
-        f"{key}={HIDDEN}" if equals and SECRET.search(key) else word
-        for word, key, equals, _ in parts
+    argv_words = [str(word) for word in command_record.get("argv", [])]
+    word_parts = [(word, *word.partition("=")) for word in argv_words]
+    shown_words = [
+        f"{key}={HIDDEN_VALUE}" if equals and SECRET_NAME.search(key) else word
+        for word, key, equals, _ in word_parts
     ]
     # The first word is the program's path.
-    return " ".join(["ortlaunch", *hidden[1:]])
+    return " ".join(["ortlaunch", *shown_words[1:]])
 
 
-def number(value: Any) -> float | None:
+def finite_number(value: Any) -> float | None:
     """Return a finite number of a record, or None for any other value."""
     try:
         # Records write nan and inf as text, which float() reads as well.
-        found = float(value)
+        parsed_number = float(value)
     except (TypeError, ValueError, OverflowError):
         return None
     # inf - inf and nan - nan are nan, which does not equal 0.
-    return found if found - found == 0 else None
+    return parsed_number if parsed_number - parsed_number == 0 else None

@@ -12,16 +12,16 @@ from markupsafe import Markup
 
 from ortlaunch.evaluation_metrics import METRICS
 from ortlaunch.json_types import Json
-from ortlaunch.recipe.text.place import leaves
-from ortlaunch.report.curves import Curve, chart
-from ortlaunch.report.records import Record, command, number
-from ortlaunch.report.tables import Fact, cards, cell, facts, warning
+from ortlaunch.recipe.text.place import leaf_values
+from ortlaunch.report.curves import Curve, draw_chart
+from ortlaunch.report.records import Record, command_text, finite_number
+from ortlaunch.report.tables import Fact, cell_value, fact_rows, run_cards, warning_markup
 from ortlaunch.run_folder import cause_text
 from ortlaunch.run_folder.profile_record import profile_lines
 from ortlaunch.units import clock_duration, count_with_noun, human_bytes
 
 # (title, name in metrics.jsonl, whether the axis begins at 0), in the order of the page.
-_CURVES = (
+_CHARTS = (
     ("Loss", "loss", False),
     ("Learning rate", "learning_rate", True),
     ("Tokens per second", "tokens_per_second", True),
@@ -30,9 +30,9 @@ _CURVES = (
     ("Model FLOPs utilization", "mfu", True),
 )
 # Classes up to which the table has a column for each predicted one.
-_MOST_COLUMNS = 12
+_MAX_COLUMNS = 12
 # Values in metrics.jsonl that are not drawn. All others are, including those of a user's own model.
-_NO_CURVES = (
+_FIELDS_WITHOUT_CHART = (
     "padding_share",
     "step",
     "samples",
@@ -42,399 +42,504 @@ _NO_CURVES = (
     "elapsed_seconds",
 )
 # Parts of memory.json in the order of the table.
-_PARTS = ("weights", "gradients", "optimizer", "activations", "buckets", "other", "model", "peak")
+_MEMORY_PARTS = (
+    "weights",
+    "gradients",
+    "optimizer",
+    "activations",
+    "buckets",
+    "other",
+    "model",
+    "peak",
+)
 
 
-def content(records: Sequence[Record]) -> Json:
+def page_values(records: Sequence[Record]) -> Json:
     """Return all values that page.html uses."""
     return {
         "records": records,
         "several": len(records) > 1,
-        "failures": [(one, *_failure(one)) for one in records if _has_failed(one)],
-        "overview": facts(records, _OVERVIEW),
-        "charts": _curves(records),
-        "classes": cards(records, _classes),
-        "engine": facts(records, _ENGINE),
-        "profiles": cards(
-            records, lambda one: "\n".join(profile_lines(one.profile)) if one.profile else None
+        "failures": [
+            (record, *_failure_and_advice(record)) for record in records if _has_failed(record)
+        ],
+        "overview": fact_rows(records, _OVERVIEW_FACTS),
+        "charts": _all_charts(records),
+        "classes": run_cards(records, _class_table),
+        "engine": fact_rows(records, _ENGINE_FACTS),
+        "profiles": run_cards(
+            records,
+            lambda record: "\n".join(profile_lines(record.profile)) if record.profile else None,
         ),
-        "memories": cards(records, _memory),
-        "saves": cards(records, _checkpoints),
-        "attempts": cards(records, _starts),
-        "differences": _differences(records),
+        "memories": run_cards(records, _memory_table),
+        "saves": run_cards(records, _checkpoint_table),
+        "attempts": run_cards(records, _start_table),
+        "differences": _recipe_differences(records),
         "recipes": [
-            (one, yaml.safe_dump(one.recipe, sort_keys=False, width=110)) for one in records
+            (record, yaml.safe_dump(record.recipe, sort_keys=False, width=110))
+            for record in records
         ],
     }
 
 
-def _state(one: Record) -> str:
-    code = (
-        "" if one.status.job.exit_status is None else f", exit status {one.status.job.exit_status}"
-    )
-    took = (
+def _state_text(record: Record) -> str:
+    exit_status_text = (
         ""
-        if one.status.seconds is None
-        else f", {clock_duration(one.status.seconds)} since its last start"
+        if record.status.job.exit_status is None
+        else f", exit status {record.status.job.exit_status}"
+    )
+    duration_text = (
+        ""
+        if record.status.seconds is None
+        else f", {clock_duration(record.status.seconds)} since its last start"
     )
     # Another host's processes cannot be checked: the state is the last recorded one.
-    sure = "" if one.status.certain else " (as recorded last; its host is another)"
-    return f"{one.status.state_name}{code}{took}{sure}"
+    doubt_text = "" if record.status.certain else " (as recorded last; its host is another)"
+    return f"{record.status.state_name}{exit_status_text}{duration_text}{doubt_text}"
 
 
-def _end(one: Record) -> str | None:
+def _unexplained_end(record: Record) -> str | None:
     """Return the text of an end that is neither a success nor a failure with a known cause."""
-    is_known = _has_failed(one) or one.status.state.value == "succeeded"
-    return None if is_known else one.status.job.verdict
+    is_known = _has_failed(record) or record.status.state.value == "succeeded"
+    return None if is_known else record.status.job.verdict
 
 
-def _has_failed(one: Record) -> bool:
+def _has_failed(record: Record) -> bool:
     # A pruned trial is a result of its sweep: there is nothing to mend, or to continue.
-    return one.status.job.failure is not None and one.status.state_name != "pruned"
+    return record.status.job.failure is not None and record.status.state_name != "pruned"
 
 
-def _failure(one: Record) -> tuple[str, tuple[str, ...]]:
+def _failure_and_advice(record: Record) -> tuple[str, tuple[str, ...]]:
     """Return the cause of a failed run, and what to try."""
-    failure = one.status.job.failure
+    failure = record.status.job.failure
     assert failure is not None
     return cause_text.diagnosis_verdict(failure), cause_text.advice_for_failure(failure)
 
 
-def _evaluation(one: Record) -> dict[str, object]:
+def _last_evaluation(record: Record) -> dict[str, object]:
     """Return the last evaluation's metrics."""
-    last: Json = next((line for line in reversed(one.lines) if "evaluation_loss" in line), {})
+    last_evaluation_line: Json = next(
+        (line for line in reversed(record.lines) if "evaluation_loss" in line), {}
+    )
     return {
         name.removeprefix("evaluation_"): value
-        for name, value in last.items()
+        for name, value in last_evaluation_line.items()
         if name.startswith("evaluation_")
     }
 
 
-def _newest(one: Record, name: str) -> object:
-    return next((line[name] for line in reversed(one.lines) if line.get(name) is not None), None)
+def _newest_value(record: Record, metric_name: str) -> object:
+    return next(
+        (line[metric_name] for line in reversed(record.lines) if line.get(metric_name) is not None),
+        None,
+    )
 
 
-def _median(one: Record, name: str) -> float | None:
+def _median_value(record: Record, metric_name: str) -> float | None:
     """Return the median of a value over the logged lines.
 
     The first line, which includes compilation and exports, is left out where there are others.
     """
-    values = [value for line in one.logged if (value := number(line.get(name))) is not None]
+    values = [
+        value
+        for line in record.logged
+        if (value := finite_number(line.get(metric_name))) is not None
+    ]
     return statistics.median(values[1:] or values) if values else None
 
 
-def _time(seconds: Any) -> str | None:
+def _duration_text(seconds: Any) -> str | None:
     return clock_duration(seconds) if seconds else None
 
 
-def _ranks(one: Record) -> str | None:
-    if one.status.ranks is None or one.status.hosts is None:
+def _ranks_text(record: Record) -> str | None:
+    if record.status.ranks is None or record.status.hosts is None:
         return None
-    return f"{count_with_noun(one.status.ranks, 'rank')} on {count_with_noun(one.status.hosts, 'host')}"
+    return f"{count_with_noun(record.status.ranks, 'rank')} on {count_with_noun(record.status.hosts, 'host')}"
 
 
-def _of(one: int | None, whole: int | None) -> str | None:
-    if one is None or whole is None:
-        return None if one is None else f"{one:,}"
-    return f"{one:,} of {whole:,}"
+def _count_of_total_text(count: int | None, total: int | None) -> str | None:
+    if count is None or total is None:
+        return None if count is None else f"{count:,}"
+    return f"{count:,} of {total:,}"
 
 
-def _curves(records: Sequence[Record]) -> list[dict[str, object]]:
+def _all_charts(records: Sequence[Record]) -> list[dict[str, object]]:
     # A dict instead of a set: it keeps the order of first appearance.
-    known = dict.fromkeys(name for record in records for line in record.lines for name in line)
-    shown = (*_NO_CURVES, "evaluation_loss", *(name for _, name, _ in _CURVES))
-    more = [
-        (name.capitalize().replace("_", " "), name, False) for name in known if name not in shown
+    logged_names = dict.fromkeys(
+        name for record in records for line in record.lines for name in line
+    )
+    known_names = (*_FIELDS_WITHOUT_CHART, "evaluation_loss", *(name for _, name, _ in _CHARTS))
+    further_charts = [
+        (name.capitalize().replace("_", " "), name, False)
+        for name in logged_names
+        if name not in known_names
     ]
-    is_clipped = any((one.recipe.get("train") or {}).get("max_grad_norm") for one in records)
-    drawn = []
+    is_clipped = any(
+        (run_record.recipe.get("train") or {}).get("max_grad_norm") for run_record in records
+    )
+    charts = []
     # The evaluation's metrics come after the loss, before the rates.
-    for title, name, from_zero in (_CURVES[0], *more, *_CURVES[1:]):
-        curves = _values(records, name)
+    for title, name, begins_at_zero in (_CHARTS[0], *further_charts, *_CHARTS[1:]):
+        curves = _curves_of_metric(records, name)
         if name == "loss":
-            curves += _values(records, "evaluation_loss", part="evaluation")
-        clipping = " before clipping" if name == "gradient_norm" and is_clipped else ""
+            curves += _curves_of_metric(records, "evaluation_loss", part_name="evaluation")
+        clipping_text = " before clipping" if name == "gradient_norm" and is_clipped else ""
         metric = METRICS.get(name.removeprefix("evaluation_"))
-        drawn.append(
-            chart(title + clipping, curves, from_zero, metric is not None and metric.is_share)
+        charts.append(
+            draw_chart(
+                title + clipping_text,
+                curves,
+                begins_at_zero,
+                metric is not None and metric.is_share,
+            )
         )
-    return [each for each in drawn if each is not None]
+    return [drawn_chart for drawn_chart in charts if drawn_chart is not None]
 
 
-def _values(records: Sequence[Record], name: str, part: str = "") -> list[Curve]:
+def _curves_of_metric(
+    records: Sequence[Record], metric_name: str, part_name: str = ""
+) -> list[Curve]:
     return [
         Curve(
-            one.label,
-            at,
+            record.label,
+            record_index,
             [
-                (line["step"], number(line[name]))
-                for line in one.lines
-                if name in line and isinstance(line["step"], int)
+                (line["step"], finite_number(line[metric_name]))
+                for line in record.lines
+                if metric_name in line and isinstance(line["step"], int)
             ],
-            one.starts,
-            part,
+            record.starts,
+            part_name,
         )
-        for at, one in enumerate(records)
+        for record_index, record in enumerate(records)
     ]
 
 
-def _requested(choice: Any, why: str) -> str | None:
+def _used_choice_text(choice_record: Any, reason_key: str) -> str | None:
     """Return the choice in use; if it replaces the requested one, also that one and the reason."""
-    if not choice:
+    if not choice_record:
         return None
     return (
-        f"{choice['used']} in place of {choice['asked']}: {choice[why]}"
-        if choice.get(why)
-        else str(choice["used"])
+        f"{choice_record['used']} in place of {choice_record['asked']}: {choice_record[reason_key]}"
+        if choice_record.get(reason_key)
+        else str(choice_record["used"])
     )
 
 
-def _precision(one: Record) -> str | None:
+def _precision_text(record: Record) -> str | None:
     """Return the precision of the passes, and that of float32 matmuls if it differs.
 
     Passes in bf16 or fp16 have no float32 matmuls to report.
     """
-    passes = one.engine.get("precision")
-    products = (one.engine.get("matmul_precision") or {}).get("format")
-    return f"{passes}, matmul in {products}" if products and passes == "fp32" else passes
-
-
-def _passes(one: Record) -> str | None:
-    if not one.ort:
-        return None
-    names = ("forward", "backward", "evaluation")
-    return ", ".join(f"{one.ort[f'{name}_passes']:,} {name}" for name in names)
-
-
-def _fallbacks(one: Record) -> str | None:
-    if "fallbacks" not in one.ort:
-        return None
-    return "\n".join([f"{one.ort['fallbacks']:,}", *one.ort.get("fallback_reasons", [])])
-
-
-def _exports(one: Record) -> str | None:
-    if "exports" not in one.ort:
-        return None
+    pass_precision = record.engine.get("precision")
+    matmul_precision = (record.engine.get("matmul_precision") or {}).get("format")
     return (
-        f"{one.ort['exports']}, including {one.ort['re_exports']} re-exports, in "
-        f"{one.ort['export_seconds']:.1f} s"
+        f"{pass_precision}, matmul in {matmul_precision}"
+        if matmul_precision and pass_precision == "fp32"
+        else pass_precision
     )
 
 
-def _nodes(one: Record) -> str | None:
-    graph = one.ort.get("training_graph")
-    if not graph:
+def _passes_text(record: Record) -> str | None:
+    if not record.ort:
         return None
-    inside = {"ATen": graph["aten"], "PythonOp": graph["python"], "Triton": graph["triton"]}
-    said = [
+    pass_names = ("forward", "backward", "evaluation")
+    return ", ".join(f"{record.ort[f'{name}_passes']:,} {name}" for name in pass_names)
+
+
+def _fallbacks_text(record: Record) -> str | None:
+    if "fallbacks" not in record.ort:
+        return None
+    return "\n".join([f"{record.ort['fallbacks']:,}", *record.ort.get("fallback_reasons", [])])
+
+
+def _exports_text(record: Record) -> str | None:
+    if "exports" not in record.ort:
+        return None
+    return (
+        f"{record.ort['exports']}, including {record.ort['re_exports']} re-exports, in "
+        f"{record.ort['export_seconds']:.1f} s"
+    )
+
+
+def _graph_nodes_text(record: Record) -> str | None:
+    graph_record = record.ort.get("training_graph")
+    if not graph_record:
+        return None
+    calls_by_operator = {
+        "ATen": graph_record["aten"],
+        "PythonOp": graph_record["python"],
+        "Triton": graph_record["triton"],
+    }
+    operator_texts = [
         f"{name} {sum(calls.values())}: {', '.join(sorted(calls))}"
-        for name, calls in inside.items()
+        for name, calls in calls_by_operator.items()
         if calls
     ]
-    both = f"{graph['forward_nodes']:,} forward, {graph.get('backward_nodes') or 0:,} backward"
-    return "\n".join([both, *said])
+    node_counts_text = (
+        f"{graph_record['forward_nodes']:,} forward, "
+        f"{graph_record.get('backward_nodes') or 0:,} backward"
+    )
+    return "\n".join([node_counts_text, *operator_texts])
 
 
-def _torch(one: Record) -> str | None:
-    calls = one.ort.get("torch_calls") or {}
-    said = [
+def _torch_calls_text(record: Record) -> str | None:
+    torch_calls = record.ort.get("torch_calls") or {}
+    call_texts = [
         f"{name}: {call['forward'] + call['backward']:,} calls, {call['seconds']:.2f} s"
-        for name, call in calls.items()
+        for name, call in torch_calls.items()
     ]
     return (
-        "\n".join([f"{one.ort.get('torch_share', 0):.1%} of the forward and backward time", *said])
-        if said
+        "\n".join(
+            [
+                f"{record.ort.get('torch_share', 0):.1%} of the forward and backward time",
+                *call_texts,
+            ]
+        )
+        if call_texts
         else None
     )
 
 
-def _without(values: Any, *names: str) -> dict[str, object] | None:
-    """Return a mapping without empty values and without `names`; None if nothing remains."""
+def _without_empty_values(values: Any, *left_out_names: str) -> dict[str, object] | None:
+    """Return a mapping without empty values and without `left_out_names`; None if nothing remains."""
     return {
-        k: v for k, v in (values or {}).items() if v not in (None, [], {}) and k not in names
+        key: value
+        for key, value in (values or {}).items()
+        if value not in (None, [], {}) and key not in left_out_names
     } or None
 
 
-def _folded(values: Any, noun: str) -> Markup | None:
+def _folded_list(values: Any, noun: str) -> Markup | None:
     if not values:
         return None
-    each = (
-        [f"{name}: {why}" for name, why in values.items()] if isinstance(values, dict) else values
+    item_texts = (
+        [f"{name}: {reason}" for name, reason in values.items()]
+        if isinstance(values, dict)
+        else values
     )
-    head = count_with_noun(len(each), noun)
-    lines = "\n".join(map(str, each))
+    summary_text = count_with_noun(len(item_texts), noun)
+    list_text = "\n".join(map(str, item_texts))
     # Markup.format escapes its arguments.
-    return Markup("<details><summary>{}</summary>{}</details>").format(head, lines)
+    return Markup("<details><summary>{}</summary>{}</details>").format(summary_text, list_text)
 
 
-def _classes(one: Record) -> dict[str, object] | None:
+def _class_table(record: Record) -> dict[str, object] | None:
     """Return a row for each class: scores, and samples by predicted class if they are few."""
-    if not one.confusion:
+    if not record.confusion:
         return None
-    names, counts = one.confusion["classes"], one.confusion["counts"]
-    columns = names if len(names) <= _MOST_COLUMNS else []
+    class_names, confusion_counts = record.confusion["classes"], record.confusion["counts"]
+    shown_columns = class_names if len(class_names) <= _MAX_COLUMNS else []
     rows = []
-    for class_number, (name, row) in enumerate(zip(names, counts)):
-        right, samples = row[class_number], sum(row)
-        predicted = sum(each[class_number] for each in counts)
+    for class_number, (name, row) in enumerate(zip(class_names, confusion_counts)):
+        correct_count, sample_count = row[class_number], sum(row)
+        predicted_count = sum(counts_of_class[class_number] for counts_of_class in confusion_counts)
         # Precision, recall and their harmonic mean.
-        wholes = (predicted, samples, (samples + predicted) / 2)
+        denominators = (predicted_count, sample_count, (sample_count + predicted_count) / 2)
         rows.append({
-            "name": name, "number": class_number, "samples": samples,
-            "scores": [right / whole if whole else None for whole in wholes],
-            "counts": row if columns else [],
+            "name": name, "number": class_number, "samples": sample_count,
+            "scores": [correct_count / denominator if denominator else None for denominator in denominators],
+            "counts": row if shown_columns else [],
         })  # fmt: skip
-    note = "The last columns count the samples by predicted class." if columns else ""
-    return {"rows": rows, "predicted": columns, "note": f"Of the last evaluation. {note}"}
+    columns_note = "The last columns count the samples by predicted class." if shown_columns else ""
+    return {
+        "rows": rows,
+        "predicted": shown_columns,
+        "note": f"Of the last evaluation. {columns_note}",
+    }
 
 
-def _memory(one: Record) -> dict[str, object] | None:
-    measured = one.memory.get("measured")
+def _memory_table(record: Record) -> dict[str, object] | None:
+    measured_bytes = record.memory.get("measured")
     # A run without a plan still has measured values.
-    planned = one.memory.get("planned") or {}
-    if not measured:
+    planned_bytes = record.memory.get("planned") or {}
+    if not measured_bytes:
         return None
-    peaks = ", ".join(human_bytes(size) for size in one.memory.get("peak_by_rank", []))
+    peaks = ", ".join(human_bytes(size) for size in record.memory.get("peak_by_rank", []))
     return {
         "rows": [
-            (p, (planned.get(p), measured.get(p))) for p in _PARTS if p in measured or p in planned
+            (part, (planned_bytes.get(part), measured_bytes.get(part)))
+            for part in _MEMORY_PARTS
+            if part in measured_bytes or part in planned_bytes
         ],
         # The length of bars is relative to the largest; 1 avoids a division by 0.
-        "most": max([*measured.values(), *planned.values(), 1]),
-        "said": f"The peak is {one.memory.get('peak_is', 'not described')}. By rank: {peaks}.",
+        "most": max([*measured_bytes.values(), *planned_bytes.values(), 1]),
+        "said": f"The peak is {record.memory.get('peak_is', 'not described')}. By rank: {peaks}.",
     }
 
 
-def _checkpoints(one: Record) -> dict[str, object] | None:
-    said = {line.get("step") for line in one.saves}
-    found = {
-        "saves": [_save(line, one.kept) for line in one.saves]
-        + [(step, "kept", None) for step in one.kept if step not in said],
-        "evaluated": [_evaluated(each) for each in one.evaluations],
+def _checkpoint_table(record: Record) -> dict[str, object] | None:
+    saved_steps = {line.get("step") for line in record.saves}
+    checkpoint_values = {
+        "saves": [_save_row(line, record.kept) for line in record.saves]
+        + [(step, "kept", None) for step in record.kept if step not in saved_steps],
+        "evaluated": [_evaluation_text(recorded) for recorded in record.evaluations],
         "exported": [
-            (each.get("step"), each.get("format"), _exported(each)) for each in one.exports
+            (recorded.get("step"), recorded.get("format"), _export_cell(recorded))
+            for recorded in record.exports
         ],
     }
-    return found if any(found.values()) else None
+    return checkpoint_values if any(checkpoint_values.values()) else None
 
 
-def _exported(line: Json) -> object:
-    return warning(line["error"]) if line.get("error") else line.get("folder")
-
-
-def _save(line: Json, kept: Sequence[int]) -> tuple[object, ...]:
-    state = "kept" if line.get("step") in kept else "removed"
+def _export_cell(export_record: Json) -> object:
     return (
-        line.get("step"),
-        warning(line["error"]) if line.get("error") else state,
-        line.get("seconds"),
+        warning_markup(export_record["error"])
+        if export_record.get("error")
+        else export_record.get("folder")
     )
 
 
-def _values_of(lines: Sequence[Json], *names: str) -> list[list[object]]:
-    return [[line.get(name) for name in names] for line in lines]
-
-
-def _evaluated(found: dict[str, object]) -> str:
-    said = ", ".join(
-        f"{name.replace('_', ' ')} {cell(value)}" for name, value in found.items() if name != "step"
+def _save_row(save_record: Json, kept_steps: Sequence[int]) -> tuple[object, ...]:
+    state_text = "kept" if save_record.get("step") in kept_steps else "removed"
+    return (
+        save_record.get("step"),
+        warning_markup(save_record["error"]) if save_record.get("error") else state_text,
+        save_record.get("seconds"),
     )
-    return f"step {found.get('step')}: {said}"
 
 
-def _starts(one: Record) -> dict[str, object]:
-    attempts = one.status.job.attempts
+def _rows_of_values(json_lines: Sequence[Json], *field_names: str) -> list[list[object]]:
+    return [[line.get(name) for name in field_names] for line in json_lines]
+
+
+def _evaluation_text(evaluation_record: dict[str, object]) -> str:
+    metrics_text = ", ".join(
+        f"{name.replace('_', ' ')} {cell_value(value)}"
+        for name, value in evaluation_record.items()
+        if name != "step"
+    )
+    return f"step {evaluation_record.get('step')}: {metrics_text}"
+
+
+def _start_table(record: Record) -> dict[str, object]:
+    attempts = record.status.job.attempts
     return {
-        "commands": [(line.get("time"), command(line)) for line in one.commands],
+        "commands": [(line.get("time"), command_text(line)) for line in record.commands],
         "attempts": [
-            (a.number, a.resumed, a.step, round(a.seconds, 1), a.verdict) for a in attempts
+            (
+                attempt.number,
+                attempt.resumed,
+                attempt.step,
+                round(attempt.seconds, 1),
+                attempt.verdict,
+            )
+            for attempt in attempts
         ],
-        "bad_steps": _values_of(one.bad_steps, "step", "kind", "action", "message"),
-        "slow_ranks": "\n".join(map(json.dumps, one.slow_ranks)),
+        "bad_steps": _rows_of_values(record.bad_steps, "step", "kind", "action", "message"),
+        "slow_ranks": "\n".join(map(json.dumps, record.slow_ranks)),
     }
 
 
-def _differences(records: Sequence[Record]) -> list[tuple[str, list[object]]]:
+def _recipe_differences(records: Sequence[Record]) -> list[tuple[str, list[object]]]:
     # Compare single settings instead of whole sections.
-    flat = {record.label: dict(leaves(record.recipe)) for record in records}
-    names = dict.fromkeys(name for each in flat.values() for name in each)
+    leaves_by_run = {record.label: dict(leaf_values(record.recipe)) for record in records}
+    names = dict.fromkeys(name for leaf_values in leaves_by_run.values() for name in leaf_values)
     # JSON text, because lists and mappings cannot be members of a set.
-    differ = [name for name in names if len({_json(each.get(name)) for each in flat.values()}) > 1]
+    differing_names = [
+        name
+        for name in names
+        if len({_value_text(leaf_values.get(name)) for leaf_values in leaves_by_run.values()}) > 1
+    ]
 
-    def fact(name: str) -> Fact:
-        return name, lambda one: _json(flat[one.label].get(name))
+    def recipe_fact(leaf_name: str) -> Fact:
+        return leaf_name, lambda record: _value_text(leaves_by_run[record.label].get(leaf_name))
 
-    return facts(records, map(fact, differ))
+    return fact_rows(records, map(recipe_fact, differing_names))
 
 
-def _json(value: object) -> str | None:
+def _value_text(value: object) -> str | None:
     return value if value is None or isinstance(value, str) else json.dumps(value)
 
 
 # The rows of the tables of facts: a name, and a function from a record to its value.
 # They are at the end of the file, because they refer to the functions above.
-_OVERVIEW: tuple[Fact, ...] = (
-    ("state", _state),
-    ("end", _end),
-    ("started", lambda one: one.status.job.started.replace("T", " ")),
-    ("steps", lambda one: _of(one.status.step, one.status.steps)),
-    ("samples", lambda one: one.summary.get("samples") or _newest(one, "samples")),
-    ("epochs", lambda one: number(one.summary.get("epochs") or _newest(one, "epoch"))),
-    ("training loss", lambda one: _newest(one, "loss")),
-    ("evaluation", _evaluation),
-    ("seconds a step", lambda one: number(one.summary.get("step_seconds"))),
-    ("predicted", lambda one: one.summary.get("predicted") or one.summary.get("not_predicted")),
-    ("best evaluation", lambda one: one.summary.get("best")),
-    ("stopped early", lambda one: one.summary.get("stopped_early")),
-    ("tokens per second, median", lambda one: _median(one, "tokens_per_second")),
-    ("samples per second, median", lambda one: _median(one, "samples_per_second")),
+_OVERVIEW_FACTS: tuple[Fact, ...] = (
+    ("state", _state_text),
+    ("end", _unexplained_end),
+    ("started", lambda record: record.status.job.started.replace("T", " ")),
+    ("steps", lambda record: _count_of_total_text(record.status.step, record.status.steps)),
+    ("samples", lambda record: record.summary.get("samples") or _newest_value(record, "samples")),
+    (
+        "epochs",
+        lambda record: finite_number(
+            record.summary.get("epochs") or _newest_value(record, "epoch")
+        ),
+    ),
+    ("training loss", lambda record: _newest_value(record, "loss")),
+    ("evaluation", _last_evaluation),
+    ("seconds a step", lambda record: finite_number(record.summary.get("step_seconds"))),
+    (
+        "predicted",
+        lambda record: record.summary.get("predicted") or record.summary.get("not_predicted"),
+    ),
+    ("best evaluation", lambda record: record.summary.get("best")),
+    ("stopped early", lambda record: record.summary.get("stopped_early")),
+    ("tokens per second, median", lambda record: _median_value(record, "tokens_per_second")),
+    ("samples per second, median", lambda record: _median_value(record, "samples_per_second")),
     (
         "training time, all starts",
-        lambda one: _time(one.summary.get("training_seconds") or _newest(one, "elapsed_seconds")),
+        lambda record: _duration_text(
+            record.summary.get("training_seconds") or _newest_value(record, "elapsed_seconds")
+        ),
     ),
     (
         "time of the last start",
-        lambda one: {k: f"{v:,.1f} s" for k, v in one.summary.get("seconds", {}).items()},
+        lambda record: {k: f"{v:,.1f} s" for k, v in record.summary.get("seconds", {}).items()},
     ),
-    ("ranks", _ranks),
-    ("export", lambda one: str(one.run.export) if one.run.export.exists() else None),
-    ("cannot be read", lambda one: Markup().join(map(warning, one.unreadable)) or None),
+    ("ranks", _ranks_text),
+    ("export", lambda record: str(record.run.export) if record.run.export.exists() else None),
+    (
+        "cannot be read",
+        lambda record: Markup().join(map(warning_markup, record.unreadable)) or None,
+    ),
 )
-_ENGINE: tuple[Fact, ...] = (
-    ("engine", lambda one: _requested(one.engine.get("engine"), "fallback_reason")),
-    ("chosen by measurement", lambda one: (one.engine.get("engine") or {}).get("why")),
-    ("device", lambda one: one.engine.get("device")),
-    ("precision", _precision),
-    ("optimizer", lambda one: _requested(one.engine.get("optimizer"), "why")),
-    ("sharding", lambda one: one.engine.get("sharding")),
-    ("threads of a rank", lambda one: one.engine.get("threads_per_rank")),
+_ENGINE_FACTS: tuple[Fact, ...] = (
+    ("engine", lambda record: _used_choice_text(record.engine.get("engine"), "fallback_reason")),
+    ("chosen by measurement", lambda record: (record.engine.get("engine") or {}).get("why")),
+    ("device", lambda record: record.engine.get("device")),
+    ("precision", _precision_text),
+    ("optimizer", lambda record: _used_choice_text(record.engine.get("optimizer"), "why")),
+    ("sharding", lambda record: record.engine.get("sharding")),
+    ("threads of a rank", lambda record: record.engine.get("threads_per_rank")),
     (
         "trained parameters",
-        lambda one: _of(one.engine.get("trained_parameters"), one.engine.get("parameters")),
+        lambda record: _count_of_total_text(
+            record.engine.get("trained_parameters"), record.engine.get("parameters")
+        ),
     ),
-    ("forward and backward passes by ONNX Runtime", _passes),
-    ("forward and backward passes that fell back to PyTorch", _fallbacks),
-    ("exports", _exports),
-    ("nodes of a training step", _nodes),
-    ("torch inside the graph", _torch),
-    ("torch.compile", lambda one: one.engine.get("inductor")),
-    ("compared with plain PyTorch", lambda one: _without(one.engine.get("parity"), "worst")),
-    ("output layer and loss in chunks", lambda one: _without(one.engine.get("chunked_loss"))),
-    ("attention", lambda one: one.engine.get("attention")),
-    ("gradient checkpointing", lambda one: one.engine.get("gradient_checkpointing")),
-    ("gradient norm", lambda one: _without(one.engine.get("fp16_optimizer"))),
-    ("pretrained weights", lambda one: _without(one.engine.get("pretrained"))),
-    ("unused parameters", lambda one: one.engine.get("unused_parameters")),
-    ("settings of engine ort", lambda one: one.ort.get("settings")),
-    ("ORTModule's variables", lambda one: one.ort.get("variables")),
-    ("notes", lambda one: one.ort.get("notes")),
-    ("repairs of ORTModule", lambda one: _folded(one.ort.get("repairs"), "repair")),
-    ("repairs not applied", lambda one: _folded(one.ort.get("repairs_not_applied"), "repair")),
-    ("versions", lambda one: one.engine.get("versions")),
+    ("forward and backward passes by ONNX Runtime", _passes_text),
+    ("forward and backward passes that fell back to PyTorch", _fallbacks_text),
+    ("exports", _exports_text),
+    ("nodes of a training step", _graph_nodes_text),
+    ("torch inside the graph", _torch_calls_text),
+    ("torch.compile", lambda record: record.engine.get("inductor")),
+    (
+        "compared with plain PyTorch",
+        lambda record: _without_empty_values(record.engine.get("parity"), "worst"),
+    ),
+    (
+        "output layer and loss in chunks",
+        lambda record: _without_empty_values(record.engine.get("chunked_loss")),
+    ),
+    ("attention", lambda record: record.engine.get("attention")),
+    ("gradient checkpointing", lambda record: record.engine.get("gradient_checkpointing")),
+    ("gradient norm", lambda record: _without_empty_values(record.engine.get("fp16_optimizer"))),
+    ("pretrained weights", lambda record: _without_empty_values(record.engine.get("pretrained"))),
+    ("unused parameters", lambda record: record.engine.get("unused_parameters")),
+    ("settings of engine ort", lambda record: record.ort.get("settings")),
+    ("ORTModule's variables", lambda record: record.ort.get("variables")),
+    ("notes", lambda record: record.ort.get("notes")),
+    ("repairs of ORTModule", lambda record: _folded_list(record.ort.get("repairs"), "repair")),
+    (
+        "repairs not applied",
+        lambda record: _folded_list(record.ort.get("repairs_not_applied"), "repair"),
+    ),
+    ("versions", lambda record: record.engine.get("versions")),
     (
         "machine",
-        lambda one: _without(
-            {k: one.environment.get(k) for k in ("host", "platform", "cores", "python")}
+        lambda record: _without_empty_values(
+            {k: record.environment.get(k) for k in ("host", "platform", "cores", "python")}
         ),
     ),
 )

@@ -15,43 +15,48 @@ from ortlaunch.report.records import Record
 Fact = tuple[str, Callable[[Record], object]]
 
 
-def facts(records: Sequence[Record], rows: Iterable[Fact]) -> list[tuple[str, list[object]]]:
+def fact_rows(
+    records: Sequence[Record], fact_readers: Iterable[Fact]
+) -> list[tuple[str, list[object]]]:
     """Return the name and the values of each row."""
-    known = [(name, [read_value(read, record) for record in records]) for name, read in rows]
+    named_values = [
+        (name, [read_value_or_warn(read_fact, record) for record in records])
+        for name, read_fact in fact_readers
+    ]
     return [
         (name, values)
-        for name, values in known
+        for name, values in named_values
         # 0 and false are values; they keep their row.
         if any(value not in (None, "", [], {}) for value in values)
     ]
 
 
-def cards(
-    records: Sequence[Record], read: Callable[[Record], object]
+def run_cards(
+    records: Sequence[Record], read_fact: Callable[[Record], object]
 ) -> list[tuple[Record, object]]:
     """Return the values of each run that has some."""
-    found = [(record, read_value(read, record)) for record in records]
-    return [(record, value) for record, value in found if value is not None]
+    values_by_record = [(record, read_value_or_warn(read_fact, record)) for record in records]
+    return [(record, value) for record, value in values_by_record if value is not None]
 
 
-def read_value(read: Callable[[Record], object], record: Record) -> Any:
+def read_value_or_warn(read_fact: Callable[[Record], object], record: Record) -> Any:
     """Return a record's value, or a warning that it cannot be read.
 
     The files may be damaged, or be written by another version of ortlaunch.
     """
     try:
-        return read(record)
+        return read_fact(record)
     # The errors of reading a document of another form; anything else is a bug and is raised.
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        return warning(f"this section cannot be shown: {type(error).__name__}: {error}")
+        return warning_markup(f"this section cannot be shown: {type(error).__name__}: {error}")
 
 
-def warning(text: str) -> Markup:
+def warning_markup(message: str) -> Markup:
     """Return a problem as a cell shows it."""
-    return Markup('<p class="warn">{}</p>').format(text)
+    return Markup('<p class="warn">{}</p>').format(message)
 
 
-def cell(value: object) -> object:
+def cell_value(value: object) -> object:
     """Return a value as a cell shows it."""
     if isinstance(value, Markup):
         return value
@@ -65,15 +70,15 @@ def cell(value: object) -> object:
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, dict):
-        return "\n".join(f"{key}: {_inside(item)}" for key, item in value.items()) or "-"
+        return "\n".join(f"{key}: {_nested_cell_value(item)}" for key, item in value.items()) or "-"
     if isinstance(value, (list, tuple)):
-        return "\n".join(str(_inside(item)) for item in value) or "-"
+        return "\n".join(str(_nested_cell_value(item)) for item in value) or "-"
     return value
 
 
-def _inside(value: object) -> object:
+def _nested_cell_value(value: object) -> object:
     if isinstance(value, dict):
-        return ", ".join(f"{key} {_inside(item)}" for key, item in value.items()) or "-"
+        return ", ".join(f"{key} {_nested_cell_value(item)}" for key, item in value.items()) or "-"
     if isinstance(value, (list, tuple)):
-        return ", ".join(str(_inside(item)) for item in value) or "-"
-    return cell(value)
+        return ", ".join(str(_nested_cell_value(item)) for item in value) or "-"
+    return cell_value(value)

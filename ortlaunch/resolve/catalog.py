@@ -3,46 +3,56 @@
 from __future__ import annotations
 
 from ortlaunch.errors import PlanError
-from ortlaunch.planning.memory import estimate
+from ortlaunch.planning.memory import estimate_rank_memory
 from ortlaunch.planning.workload import solve_batch
-from ortlaunch.recipe import Recipe, load
-from ortlaunch.resolve.shipped import find, names
+from ortlaunch.recipe import Recipe, load_recipe
+from ortlaunch.resolve.shipped import find_shipped_recipe, shipped_recipe_names
 from ortlaunch.units import align_columns
 
-_WORLDS = (1, 8)
+_GPU_COUNTS = (1, 8)
 
 
-def catalog() -> list[str]:
+def shipped_recipe_table() -> list[str]:
     """Return the lines of a table of all shipped recipes, under a header.
 
     Memory is the plan's, in GiB on each of 1 and of 8 GPUs; `-` where a plan cannot count it, or
     the batch does not split.
     """
     rows: list[tuple[str, ...]] = [("recipe", "model", "method", "engine", "1 GPU", "8 GPUs")]
-    for name in names():
-        recipe = load(find(name)).recipe
-        memory = (_memory(recipe, ranks) for ranks in _WORLDS)
-        rows.append((name, _model(recipe), _method(recipe), recipe.engine.name, *memory))
+    for recipe_name in shipped_recipe_names():
+        recipe = load_recipe(find_shipped_recipe(recipe_name)).recipe
+        memory_texts = (_memory_text(recipe, ranks) for ranks in _GPU_COUNTS)
+        rows.append(
+            (
+                recipe_name,
+                _model_name(recipe),
+                _method_name(recipe),
+                recipe.engine.name,
+                *memory_texts,
+            )
+        )
     return [
         *align_columns(rows),
         "1 GPU, 8 GPUs: GiB on each, by `ortlaunch plan`; -: not known before a run",
     ]
 
 
-def _model(recipe: Recipe) -> str:
+def _model_name(recipe: Recipe) -> str:
     model = recipe.model
     return str(model.pretrained or (model.config or {}).get("model_type") or model.factory)
 
 
-def _method(recipe: Recipe) -> str:
+def _method_name(recipe: Recipe) -> str:
     if recipe.model.lora:
         return "LoRA"
     return "all weights" if recipe.model.pretrained else "new weights"
 
 
-def _memory(recipe: Recipe, ranks: int) -> str:
+def _memory_text(recipe: Recipe, rank_count: int) -> str:
     try:
-        memory = estimate(recipe, solve_batch(recipe, ranks).micro_samples, ranks, "cuda")
+        memory = estimate_rank_memory(
+            recipe, solve_batch(recipe, rank_count).micro_samples, rank_count, "cuda"
+        )
     except PlanError:
         return "-"
     if memory is None:

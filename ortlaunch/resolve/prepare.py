@@ -15,11 +15,11 @@ from ortlaunch.launch.record import JobRecord
 from ortlaunch.launch_plan import Plan
 from ortlaunch.launchers import launcher_row
 from ortlaunch.output import print_lines
-from ortlaunch.planning.describe import describe
+from ortlaunch.planning.describe import describe_plan
 from ortlaunch.planning.world import World
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.ort_variables import variables_in
-from ortlaunch.recipe.rules.resume_rules import leaves
+from ortlaunch.recipe.rules.resume_rules import changed_leaves
 from ortlaunch.resolve import provenance, resume
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.run_folder import origin
@@ -44,30 +44,40 @@ def check_launcher(world: World, run: RunDir) -> None:
         load_backend(world.launcher).check(world.nodes, run)
 
 
-def request_of(plan: Plan, run: RunDir) -> LaunchRequest:
+def launch_request(plan: Plan, run: RunDir) -> LaunchRequest:
     """Return the request that starts the ranks, without side effects."""
     if not plan.started_by.is_ours:
         return LaunchRequest((*plan.argv, str(run)), plan.env)
     return load_backend(plan.launcher).request(plan, run)
 
 
-def write_run(
-    run: RunDir, chosen: Recipe, plan: Plan, choice: Choice | None = None, again: bool = False
+def write_run_files(
+    run: RunDir,
+    chosen_recipe: Recipe,
+    plan: Plan,
+    engine_choice: Choice | None = None,
+    is_restart: bool = False,
 ) -> LaunchRequest:
     """Write the files for the ranks, set aside those of an earlier start, and return the request.
 
     Args:
-        choice: the decision for `engine.name: auto`, if that was requested.
-        again: whether this command starts the ranks again. Requests in the folder are then kept,
+        engine_choice: the decision for `engine.name: auto`, if that was requested.
+        is_restart: whether this command starts the ranks again. Requests in the folder are then kept,
             for they came meanwhile and are meant for the new ranks.
     """
-    request = request_of(plan, run)
-    records = {} if choice is None else {run.choice: as_json(choice)}
+    request = launch_request(plan, run)
+    records = {} if engine_choice is None else {run.choice: as_json(engine_choice)}
     if plan.deepspeed is not None:
         records[run.deepspeed] = plan.deepspeed
-    variables = {**variables_in(os.environ), **variables_in(chosen.launch.env)}
-    records[run.environment] = {**provenance.environment(), "ortmodule_variables": variables}
-    for path, text in {run.recipe: recipe.to_yaml(chosen), run.plan: plan.to_json()}.items():
+    ort_variables = {**variables_in(os.environ), **variables_in(chosen_recipe.launch.env)}
+    records[run.environment] = {
+        **provenance.environment_record(),
+        "ortmodule_variables": ort_variables,
+    }
+    for path, text in {
+        run.recipe: recipe.dump_recipe_yaml(chosen_recipe),
+        run.plan: plan.to_json(),
+    }.items():
         write_text_atomically(path, text)
     for path, record in records.items():
         write_json_atomically(path, record)
@@ -76,10 +86,10 @@ def write_run(
     # Records of the earlier start would be taken for those of this one, and the entries of its
     # ranks in the store for those of the new ranks.
     move_logs_and_errors_to_attempt(run)
-    killed = filter(is_temporary_file, run.path.iterdir())
-    left = (
-        *(() if again else run.requests.glob("*")),
-        *killed,
+    temporary_files = filter(is_temporary_file, run.path.iterdir())
+    leftover_files = (
+        *(() if is_restart else run.requests.glob("*")),
+        *temporary_files,
         run.stopped,
         run.ended_ranks,
         run.trial,
@@ -87,40 +97,46 @@ def write_run(
         run.store,
         *run.rendezvous.glob("*"),
     )
-    for old in (*left, *(() if choice is not None else (run.choice,))):
-        old.unlink(missing_ok=True)
+    for leftover_file in (*leftover_files, *(() if engine_choice is not None else (run.choice,))):
+        leftover_file.unlink(missing_ok=True)
     return request
 
 
-def prepare(
-    resolved: ResolvedRun,
+def write_and_announce_run(
+    resolved_run: ResolvedRun,
     run: RunDir,
-    lines: Iterable[str] = (),
-    begun: resume.Beginning | None = None,
+    first_lines: Iterable[str] = (),
+    run_beginning: resume.RunBeginning | None = None,
 ) -> LaunchRequest:
     """Write the plan and the other files of the run folder; return the request to the launcher.
 
     Args:
-        lines: printed first.
-        begun: the beginning of the run, which is recorded; the plan is printed. None: the same
+        first_lines: printed first.
+        run_beginning: the beginning of the run, which is recorded; the plan is printed. None: the same
             command starts the ranks again.
     """
-    if begun is not None:
-        resume.apply(run, resolved.command, begun)
-    request = write_run(run, resolved.file.recipe, resolved.plan, resolved.choice, begun is None)
-    if begun is not None:
-        shown = describe(resolved.plan, resolved.file.recipe)
-        lines = [*lines, *resolved.notes, shown, f"run folder: {run}"]
-        if why := reason_others_can_write(run.path):
-            lines.append(
-                f"run folder: {why}: users who can write there can run code as this user "
+    if run_beginning is not None:
+        resume.record_beginning(run, resolved_run.command, run_beginning)
+    request = write_run_files(
+        run,
+        resolved_run.recipe_file.recipe,
+        resolved_run.plan,
+        resolved_run.engine_choice,
+        run_beginning is None,
+    )
+    if run_beginning is not None:
+        plan_text = describe_plan(resolved_run.plan, resolved_run.recipe_file.recipe)
+        first_lines = [*first_lines, *resolved_run.notes, plan_text, f"run folder: {run}"]
+        if reason := reason_others_can_write(run.path):
+            first_lines.append(
+                f"run folder: {reason}: users who can write there can run code as this user "
                 "while the ranks start (docs/trust.md)"
             )
-    print_lines(lines)
+    print_lines(first_lines)
     return request
 
 
-def earlier(run: RunDir, resolved: ResolvedRun) -> Recipe | None:
+def read_earlier_recipe(run: RunDir, resolved_run: ResolvedRun) -> Recipe | None:
     """Return the recipe of an earlier start in this folder; None if there was none.
 
     Raises:
@@ -129,22 +145,29 @@ def earlier(run: RunDir, resolved: ResolvedRun) -> Recipe | None:
     if not run.recipe.exists():
         return None
     try:
-        return recipe.load(run.recipe).recipe
+        return recipe.load_recipe(run.recipe).recipe
     except RecipeError as error:
         # The run can continue if a checkpoint has a record of its own to compare with.
-        saved = run.complete_checkpoints()
-        if not saved or origin.read_checkpoint_origin(saved[-1][1]) is None:
+        complete_checkpoints = run.complete_checkpoints()
+        if (
+            not complete_checkpoints
+            or origin.read_checkpoint_origin(complete_checkpoints[-1][1]) is None
+        ):
             raise
-        compared = f"{saved[-1][1]} has a recipe of its own, which is compared"
-        print(f"{error}\n{run.recipe} is replaced by the recipe given: {compared}")
-        return resolved.file.recipe
+        comparison_text = (
+            f"{complete_checkpoints[-1][1]} has a recipe of its own, which is compared"
+        )
+        print(f"{error}\n{run.recipe} is replaced by the recipe given: {comparison_text}")
+        return resolved_run.recipe_file.recipe
 
 
-def check_folder(run: RunDir, before: Recipe | None, resolved: ResolvedRun) -> list[str]:
+def check_folder_contents(
+    run: RunDir, earlier_recipe: Recipe | None, resolved_run: ResolvedRun
+) -> list[str]:
     """Check the contents of the run folder; one of an earlier run of this recipe is continued.
 
     Args:
-        before: the recipe of the earlier start.
+        earlier_recipe: the recipe of the earlier start.
 
     Returns:
         The line on a run that is continued, or none.
@@ -159,11 +182,11 @@ def check_folder(run: RunDir, before: Recipe | None, resolved: ResolvedRun) -> l
             f"--run-dir {run}: links to {os.readlink(run.path)}, which does not exist; "
             "create that folder"
         )
-    if run.path.exists() and not _is_of_a_run(run):
+    if run.path.exists() and not _is_run_folder(run):
         raise PlanError(f"--run-dir {run}: is neither empty nor a run folder; give a new one")
-    if before is None:
+    if earlier_recipe is None:
         return []
-    if resolved.traits.compares and run.complete_checkpoints():
+    if resolved_run.traits.compares and run.complete_checkpoints():
         raise PlanError(
             f"--run-dir {run}: contains the checkpoints of a training, whose records would be "
             "overwritten; give a new one"
@@ -171,7 +194,7 @@ def check_folder(run: RunDir, before: Recipe | None, resolved: ResolvedRun) -> l
     return [f"continuing {run}"]
 
 
-def _is_of_a_run(run: RunDir) -> bool:
+def _is_run_folder(run: RunDir) -> bool:
     """Return whether a run, or a start of one that was cut short, has written the folder.
 
     A person's files beside those of a run do not matter.
@@ -183,10 +206,13 @@ def _is_of_a_run(run: RunDir) -> bool:
     with contextlib.suppress(InputError, FileNotFoundError):
         return run.submitted.exists() or bool(Plan.read(run.plan))
     # A run writes its recipe after one of these records, so that a recipe alone is a person's.
-    started = run.has_only_own_files() and not run.recipe.exists()
-    return started or bool(run.complete_checkpoints())
+    has_started_files = run.has_only_own_files() and not run.recipe.exists()
+    return has_started_files or bool(run.complete_checkpoints())
 
 
-def differences(before: object, after: object) -> Iterator[str]:
+def difference_texts(old_value: object, new_value: object) -> Iterator[str]:
     """Return `key.path: old -> new` for every leaf that differs."""
-    return (f"{path}: {old!r} -> {new!r}" for path, old, new in leaves(before, after))
+    return (
+        f"{path}: {old_leaf!r} -> {new_leaf!r}"
+        for path, old_leaf, new_leaf in changed_leaves(old_value, new_value)
+    )

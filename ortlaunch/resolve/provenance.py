@@ -19,35 +19,35 @@ from ortlaunch.version import __version__
 
 # Git may need longer for the state of a very large repository on a slow disk: it is then unknown.
 _GIT_SECONDS = 5
-_FIELD = re.compile(r"^(Name|Version): *(\S+)", re.MULTILINE)
+_METADATA_FIELD = re.compile(r"^(Name|Version): *(\S+)", re.MULTILINE)
 
 
-def record(run: RunDir, recipe: Path, typed: Sequence[str]) -> None:
+def record_command(run: RunDir, recipe_path: Path, typed_arguments: Sequence[str]) -> None:
     """Append a line for this start to commands.jsonl; the environment is not written.
 
     Args:
-        typed: the command line, the program first.
+        typed_arguments: the command line, the program first.
     """
-    line = {
+    start_record = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "argv": list(typed),
+        "argv": list(typed_arguments),
         "cwd": os.getcwd(),
-        "recipe": os.path.abspath(recipe),
-        "git": commit(recipe.parent),
+        "recipe": os.path.abspath(recipe_path),
+        "git": git_state(recipe_path.parent),
     }
-    append_json_line(run.commands, line)
+    append_json_line(run.commands, start_record)
 
 
-def commit(folder: Path) -> dict[str, object] | None:
+def git_state(folder: Path) -> dict[str, object] | None:
     """Return `commit`, and whether the work tree is `dirty` (None: unknown); None outside git."""
-    head = _git(folder, "rev-parse", "HEAD")
+    head = _git_output(folder, "rev-parse", "HEAD")
     if not head:
         return None
-    changes = _git(folder, "status", "--porcelain")
-    return {"commit": head.strip(), "dirty": None if changes is None else bool(changes)}
+    changed_files = _git_output(folder, "status", "--porcelain")
+    return {"commit": head.strip(), "dirty": None if changed_files is None else bool(changed_files)}
 
 
-def environment() -> Json:
+def environment_record() -> Json:
     """Return the versions of ortlaunch, Python and every package, with facts about the machine."""
     return {
         "ortlaunch": __version__,
@@ -55,38 +55,38 @@ def environment() -> Json:
         "platform": platform.platform(),
         "host": platform.node(),
         "cores": machine.usable_core_count(),
-        "packages": _packages(),
+        "packages": _package_versions(),
     }
 
 
-def _packages() -> dict[str, str]:
+def _package_versions() -> dict[str, str]:
     """Return the version of each installed package by name, without those of damaged metadata."""
     # Imported on use: it takes time, and only a start needs it.
     from importlib import metadata
 
-    found = {}
+    versions = {}
     for package in metadata.distributions():
         text = package.read_text("METADATA") or package.read_text("PKG-INFO") or ""
         # `package.metadata` would parse the description as well, in ten times the time.
-        fields = dict(_FIELD.findall(text)[:2])
+        fields = dict(_METADATA_FIELD.findall(text)[:2])
         if len(fields) == len(("Name", "Version")):
-            found[fields["Name"]] = fields["Version"]
-    return dict(sorted(found.items()))
+            versions[fields["Name"]] = fields["Version"]
+    return dict(sorted(versions.items()))
 
 
-def _git(folder: Path, *arguments: str) -> str | None:
+def _git_output(folder: Path, *git_arguments: str) -> str | None:
     """Return git's output; None without git or a work tree of this user's, or after a timeout."""
     # Reading only: no lock on the index, and no program that the repository's configuration names.
-    command = ["git", "-c", "core.fsmonitor=false", "-C", str(folder), *arguments]
-    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+    git_command = ["git", "-c", "core.fsmonitor=false", "-C", str(folder), *git_arguments]
+    git_environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        ended = subprocess.run(
-            command,
-            env=environment,
+        completed = subprocess.run(
+            git_command,
+            env=git_environment,
             capture_output=True,
             text=True,
             timeout=_GIT_SECONDS,
             check=False,
         )
-        return ended.stdout if ended.returncode == 0 else None
+        return completed.stdout if completed.returncode == 0 else None
     return None

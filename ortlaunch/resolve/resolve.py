@@ -15,12 +15,12 @@ from typing import NamedTuple
 from ortlaunch import machine, start
 from ortlaunch.errors import RecipeError
 from ortlaunch.launch_plan import Plan
-from ortlaunch.planning.capacity import crowded
+from ortlaunch.planning.capacity import crowded_host_notes
 from ortlaunch.planning.make_plan import make_plan
-from ortlaunch.planning.process_memory import process_memory
-from ortlaunch.planning.workload import Workload, workload
+from ortlaunch.planning.process_memory import expected_process_memory
+from ortlaunch.planning.workload import Workload, plan_workload
 from ortlaunch.planning.world import LaunchOptions, World, resolve_world
-from ortlaunch.recipe import RecipeFile, inputs, load
+from ortlaunch.recipe import RecipeFile, inputs, load_recipe
 from ortlaunch.recipe.fields.ort_variables import environment_lines
 from ortlaunch.recipe.rules.rules import device_rules, task_rules
 from ortlaunch.resolve import shipped
@@ -35,30 +35,30 @@ MODULES_VARIABLE = "ORTLAUNCH_MODULES"
 class Command(NamedTuple):
     """The command line: the recipe as typed and as located, the options, the environment."""
 
-    given: Path
-    path: Path
+    typed_path: Path
+    recipe_path: Path
     options: LaunchOptions
     environ: Mapping[str, str]
 
     @property
-    def modules(self) -> Path:
+    def modules_folder(self) -> Path:
         """Folder of the recipe, which may have the user's own modules."""
         # The recipe of a queued run was written into the run folder, without the modules.
-        return Path(self.environ.get(MODULES_VARIABLE) or self.path.parent).absolute()
+        return Path(self.environ.get(MODULES_VARIABLE) or self.recipe_path.parent).absolute()
 
 
 @dataclass(frozen=True)
 class ResolvedRun:
     """A valid recipe with its world, all choices made so far, and notes on them for the user."""
 
-    file: RecipeFile
+    recipe_file: RecipeFile
     world: World
-    work: Workload
+    workload: Workload
     notes: tuple[str, ...]
     command: Command
-    choice: Choice | None = None
+    engine_choice: Choice | None = None
     """The decision for `engine.name: auto`."""
-    choice_note: tuple[str, ...] = ()
+    engine_note: tuple[str, ...] = ()
     """A line on that decision, the last of the notes."""
 
     @property
@@ -67,7 +67,7 @@ class ResolvedRun:
         return self.command.options.task
 
     @property
-    def typed(self) -> tuple[str, ...]:
+    def typed_arguments(self) -> tuple[str, ...]:
         """The typed arguments of the command, without the program; none without a command."""
         return self.command.options.typed[1:]
 
@@ -80,53 +80,69 @@ class ResolvedRun:
     def plan(self) -> Plan:
         """The plan of the start, made on first use, when all choices have been made."""
         return make_plan(
-            self.file.recipe,
+            self.recipe_file.recipe,
             self.world,
-            self.work,
-            task=self.task,
+            self.workload,
+            task_name=self.task,
             # Also a later command in another folder finds modules of the current one.
-            modules=next(
-                factory_folders(self.file.recipe, self.command.modules), str(self.command.modules)
+            modules_folder=next(
+                factory_folders(self.recipe_file.recipe, self.command.modules_folder),
+                str(self.command.modules_folder),
             ),
-            worker=start.module_command("ortlaunch.worker"),
+            worker_argv=start.module_command("ortlaunch.worker"),
         )
 
-    def with_overrides(self, *overrides: str) -> ResolvedRun:
+    def apply_overrides(self, *overrides: str) -> ResolvedRun:
         """Return the run with further overrides; no file is read again."""
-        return resolve_file(self.file.with_overrides(*overrides), self.command)
+        return resolve_recipe_file(
+            self.recipe_file.apply_further_overrides(*overrides), self.command
+        )
 
-    def with_task(self, task: str) -> ResolvedRun:
+    def replace_task(self, task_name: str) -> ResolvedRun:
         """Return the run for ranks with another task."""
         return replace(
-            self, command=self.command._replace(options=self.command.options._replace(task=task))
+            self,
+            command=self.command._replace(options=self.command.options._replace(task=task_name)),
         )
 
-    def with_choice(self, *overrides: str) -> ResolvedRun:
+    def apply_auto_results(self, *overrides: str) -> ResolvedRun:
         """Return the run with the results of `auto`; hosts, ranks and device stay the same."""
-        return self._again(self.file.with_overrides(*overrides), self.world)
+        return self._resolve_again(self.recipe_file.apply_further_overrides(*overrides), self.world)
 
-    def with_engine(self, choice: Choice, note: str, *overrides: str) -> ResolvedRun:
+    def apply_engine_choice(
+        self, engine_choice: Choice, engine_note: str, *overrides: str
+    ) -> ResolvedRun:
         """Return the run with the chosen engine; the note gives the engine and the reason."""
-        return replace(self, choice=choice, choice_note=(note,)).with_choice(*overrides)
+        return replace(
+            self, engine_choice=engine_choice, engine_note=(engine_note,)
+        ).apply_auto_results(*overrides)
 
-    def on_hosts(self, names: Collection[str]) -> ResolvedRun:
+    def restrict_to_hosts(self, host_names: Collection[str]) -> ResolvedRun:
         """Return the run on some of its hosts, in their order."""
-        hosts = tuple(host for host in self.world.hosts if host.name in names)
+        hosts = tuple(host for host in self.world.hosts if host.name in host_names)
         return (
             self
             if hosts == self.world.hosts
-            else self._again(self.file, self.world._replace(hosts=hosts))
+            else self._resolve_again(self.recipe_file, self.world._replace(hosts=hosts))
         )
 
-    def _again(self, file: RecipeFile, world: World) -> ResolvedRun:
+    def _resolve_again(self, recipe_file: RecipeFile, world: World) -> ResolvedRun:
         """Resolve again with this recipe and world, and keep the chosen engine."""
-        made = resolve_file(file, self.command, world)
-        notes = (*made.notes, *self.choice_note)
-        return replace(made, notes=notes, choice=self.choice, choice_note=self.choice_note)
+        resolved_run = resolve_recipe_file(recipe_file, self.command, world)
+        notes = (*resolved_run.notes, *self.engine_note)
+        return replace(
+            resolved_run,
+            notes=notes,
+            engine_choice=self.engine_choice,
+            engine_note=self.engine_note,
+        )
 
 
-def resolve(
-    path: Path, overrides: Sequence[str], options: LaunchOptions, environ: Mapping[str, str]
+def resolve_command(
+    recipe_argument: Path,
+    overrides: Sequence[str],
+    options: LaunchOptions,
+    environ: Mapping[str, str],
 ) -> ResolvedRun:
     """Resolve a command: load the recipe, detect the world, and compute the workload.
 
@@ -135,42 +151,64 @@ def resolve(
     Raises:
         InputError: the recipe or the hosts are wrong, or do not fit each other.
     """
-    found = shipped.locate(path)
-    return resolve_file(load(found, overrides), Command(path, found, options, environ))
+    recipe_path = shipped.locate_recipe(recipe_argument)
+    return resolve_recipe_file(
+        load_recipe(recipe_path, overrides), Command(recipe_argument, recipe_path, options, environ)
+    )
 
 
-def resolve_file(file: RecipeFile, command: Command, world: World | None = None) -> ResolvedRun:
+def resolve_recipe_file(
+    recipe_file: RecipeFile, command: Command, world: World | None = None
+) -> ResolvedRun:
     """Resolve a recipe that is loaded already; effects and errors are those of `resolve`.
 
     Args:
         world: the world of the run, where it is resolved already.
     """
     # Another machine has its own folders, and may have the same relative paths.
-    file = file if command.options.elsewhere else file.with_absolute_paths()
-    recipe = file.recipe
+    recipe_file = recipe_file if command.options.elsewhere else recipe_file.make_paths_absolute()
+    recipe = recipe_file.recipe
     # The text is kept, so that a later change of the file cannot change the run.
-    command = command._replace(options=command.options.with_hosts_text())
-    given, path, options, environ = command
+    command = command._replace(options=command.options.read_hosts_text())
+    typed_path, recipe_path, options, environ = command
     world = world or resolve_world(recipe, options, environ)
-    work = workload(recipe, world, process_memory(recipe))
-    tight = crowded(world, work, options.planned_only) if world.inside is None else ()
-    broken = unloadable_factories(recipe, command.modules)
-    named = f"those of {options.hostfile}" if options.hostfile else "the run's hosts"
-    file.require((*device_rules(recipe, world.device, named), *task_rules(recipe, options.task)))
+    planned_work = plan_workload(recipe, world, expected_process_memory(recipe))
+    resource_notes = (
+        crowded_host_notes(world, planned_work, options.planned_only)
+        if world.enclosing_rank is None
+        else ()
+    )
+    factory_problems = unloadable_factories(recipe, command.modules_folder)
+    hosts_text = f"those of {options.hostfile}" if options.hostfile else "the run's hosts"
+    recipe_file.raise_if_problems(
+        (*device_rules(recipe, world.device, hosts_text), *task_rules(recipe, options.task))
+    )
     # Inputs that are absent here may be on the other hosts, or be created before the run.
-    of_data = (inputs.missing_files, inputs.wrong_contents)
-    files = [file.explain(each) for check in of_data for each in check(recipe, options.task)]
-    functions = [file.explain(each) for each in (*broken, *inputs.unknown_type(recipe))]
+    data_checks = (inputs.missing_file_problems, inputs.content_problems)
+    data_problem_lines = [
+        recipe_file.problem_line(problem)
+        for data_check in data_checks
+        for problem in data_check(recipe, options.task)
+    ]
+    function_problem_lines = [
+        recipe_file.problem_line(problem)
+        for problem in (*factory_problems, *inputs.unknown_model_type_problems(recipe))
+    ]
     # With other hosts, an absent file or function gives a note only.
-    here = all(host.is_here for host in world.hosts)
-    if here and (functions or (files and not options.planned_only)):
-        raise RecipeError([*files, *functions])
-    environment = environment_lines(recipe.engine, environ)
-    notes = [f"recipe: {path}"] if path != given else []
-    notes += [*file.notes, *world.notes, *files, *functions]
-    notes += [*map(file.explain, inputs.doubtful(recipe)), *recipe.engine.lines()]
+    is_on_this_host = all(host.is_here for host in world.hosts)
+    if is_on_this_host and (
+        function_problem_lines or (data_problem_lines and not options.planned_only)
+    ):
+        raise RecipeError([*data_problem_lines, *function_problem_lines])
+    environment_notes = environment_lines(recipe.engine, environ)
+    notes = [f"recipe: {recipe_path}"] if recipe_path != typed_path else []
+    notes += [*recipe_file.notes, *world.notes, *data_problem_lines, *function_problem_lines]
+    notes += [
+        *map(recipe_file.problem_line, inputs.doubtful_value_problems(recipe)),
+        *recipe.engine.setting_lines(),
+    ]
     if recipe.engine.matmul_precision != "highest":
-        effect = machine.matmul_precision_effect(recipe.engine.matmul_precision, world.device)
-        notes.append(f"matmul_precision {recipe.engine.matmul_precision}: {effect}")
-    notes += [*environment, *recipe.sweep_lines(), *tight]
-    return ResolvedRun(file, world, work, tuple(notes), command)
+        effect_text = machine.matmul_precision_effect(recipe.engine.matmul_precision, world.device)
+        notes.append(f"matmul_precision {recipe.engine.matmul_precision}: {effect_text}")
+    notes += [*environment_notes, *recipe.sweep_lines(), *resource_notes]
+    return ResolvedRun(recipe_file, world, planned_work, tuple(notes), command)

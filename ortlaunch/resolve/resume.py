@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ortlaunch.errors import DamagedFile, InputError, PlanError
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.rules.resume_rules import NAMES, Change, leaves
+from ortlaunch.recipe.rules.resume_rules import ALLOW_NAMES, Change, changed_leaves
 from ortlaunch.resolve import provenance
 from ortlaunch.resolve.resolve import Command, ResolvedRun
 from ortlaunch.run_folder import origin
@@ -22,37 +22,37 @@ from ortlaunch.run_folder.folder import COMPLETE, MANIFEST, RunDir, read_own_jso
 from ortlaunch.run_folder.resume_record import ResumeRecord
 
 # Values of `--resume`; any other value is a step or a path.
-AUTO = "auto"
-NEVER = "never"
+AUTO_CHOICE = "auto"
+NEVER_RESUME = "never"
 
 
 class ResumeOptions(NamedTuple):
     """The options `--resume` and `--allow` as typed."""
 
-    choice: str = AUTO
+    choice: str = AUTO_CHOICE
     allow: tuple[str, ...] = ()
 
     @property
     def begins_earlier(self) -> bool:
         """Whether the run repeats completed steps."""
-        return self.choice == NEVER or self.choice.isdecimal()
+        return self.choice == NEVER_RESUME or self.choice.isdecimal()
 
-    def checked(self) -> ResumeOptions:
+    def check_allow_names(self) -> ResumeOptions:
         """Return the options themselves.
 
         Raises:
             InputError: `--allow` has a name of no rule.
         """
         for name in self.allow:
-            if name not in NAMES:
-                raise InputError(f"--allow: got {name}; one of {', '.join(NAMES)}")
+            if name not in ALLOW_NAMES:
+                raise InputError(f"--allow: got {name}; one of {', '.join(ALLOW_NAMES)}")
         return self
 
 
-AUTOMATIC = ResumeOptions()
+AUTOMATIC_RESUME = ResumeOptions()
 
 
-class Chosen(NamedTuple):
+class ChosenCheckpoint(NamedTuple):
     """The beginning of a run."""
 
     folder: Path | None
@@ -60,49 +60,59 @@ class Chosen(NamedTuple):
     step: int = 0
     source: Path | None = None
     """Origin of the run folder's first checkpoint, if that was another folder."""
-    exact: bool = False
+    is_exact: bool = False
     """Whether exactly this step was requested, so that no earlier one may replace it."""
     skipped: tuple[str, ...] = ()
     """Checkpoints that are not used, with the reasons."""
-    aside: tuple[Path, ...] = ()
+    paths_to_set_aside: tuple[Path, ...] = ()
     """Files to move away first; else they would count as the newest at the next start."""
 
 
-def choose(run: RunDir, options: ResumeOptions) -> Chosen:
+def choose_checkpoint(run: RunDir, options: ResumeOptions) -> ChosenCheckpoint:
     """Choose the checkpoint by `--resume` and the existing checkpoints.
 
     Raises:
         InputError: the requested checkpoint does not exist.
     """
-    own = run.complete_checkpoints()
-    skipped = tuple(incomplete(run.checkpoints))
-    if options.choice == NEVER:
-        return Chosen(None, skipped=skipped, aside=tuple(_of_training(run)))
+    own_checkpoints = run.complete_checkpoints()
+    skipped = tuple(unusable_checkpoint_lines(run.checkpoints))
+    if options.choice == NEVER_RESUME:
+        return ChosenCheckpoint(
+            None, skipped=skipped, paths_to_set_aside=tuple(_files_of_training(run))
+        )
     if options.choice.isdecimal():
-        return _step(run, int(options.choice), own)._replace(skipped=skipped)
-    if options.choice != AUTO and os.path.realpath(Path(options.choice).parent) == os.path.realpath(
-        run.checkpoints
-    ):
+        return _checkpoint_of_step(run, int(options.choice), own_checkpoints)._replace(
+            skipped=skipped
+        )
+    if options.choice != AUTO_CHOICE and os.path.realpath(
+        Path(options.choice).parent
+    ) == os.path.realpath(run.checkpoints):
         # Without this error, the path would name the origin of a new folder.
-        step = _number(Path(options.choice))
+        requested_step = _step_in_name(Path(options.choice))
         raise InputError(
             f"--resume {options.choice}: belongs to this run folder itself; give its step: "
-            f"--resume {step}"
+            f"--resume {requested_step}"
         )
-    source = Path(options.choice) if options.choice != AUTO else _source(run)
+    source_path = Path(options.choice) if options.choice != AUTO_CHOICE else _recorded_source(run)
     # A name without a separator that does not exist is a misspelled `auto` or `never`.
     is_typo = (
-        options.choice != AUTO
+        options.choice != AUTO_CHOICE
         and os.sep not in options.choice
         and not os.path.exists(options.choice)
     )
     # A path whose folder has been deleted stays valid: queues start the same command again.
-    if own and not is_typo:
-        return Chosen(own[-1][1], own[-1][0], source, skipped=skipped)
-    return Chosen(None, skipped=skipped) if source is None else _elsewhere(source)
+    if own_checkpoints and not is_typo:
+        return ChosenCheckpoint(
+            own_checkpoints[-1][1], own_checkpoints[-1][0], source_path, skipped=skipped
+        )
+    return (
+        ChosenCheckpoint(None, skipped=skipped)
+        if source_path is None
+        else _checkpoint_of_other_folder(source_path)
+    )
 
 
-def _of_training(run: RunDir) -> Iterator[Path]:
+def _files_of_training(run: RunDir) -> Iterator[Path]:
     """Yield files that a training from step 0 must not use as its own: checkpoints and records."""
     if run.checkpoints.exists() and any(run.checkpoints.iterdir()):
         yield run.checkpoints
@@ -110,9 +120,9 @@ def _of_training(run: RunDir) -> Iterator[Path]:
     yield from (path for path in records if path.exists())
 
 
-def incomplete(folder: Path) -> Iterator[str]:
+def unusable_checkpoint_lines(checkpoints_folder: Path) -> Iterator[str]:
     """Yield a line for each unusable checkpoint in a folder, with the reason."""
-    for path in sorted(folder.glob("step_*")):
+    for path in sorted(checkpoints_folder.glob("step_*")):
         if path.suffix == ".partial":
             yield f"{path}: incomplete: the save was interrupted"
         elif path.suffix.startswith(".broken"):
@@ -121,14 +131,14 @@ def incomplete(folder: Path) -> Iterator[str]:
             yield f"{path}: incomplete: it has no {COMPLETE}"
 
 
-def _source(run: RunDir) -> Path | None:
+def _recorded_source(run: RunDir) -> Path | None:
     """Return the origin of this folder's run, as its first start recorded it.
 
     Raises:
         DamagedFile: the record cannot be read, and no checkpoint stands for it.
     """
     try:
-        found = ResumeRecord.read(run).source
+        recorded_source = ResumeRecord.read(run).source
     except DamagedFile as error:
         if run.complete_checkpoints():
             print(f"{error}; it is written again", flush=True)
@@ -136,172 +146,229 @@ def _source(run: RunDir) -> Path | None:
         raise DamagedFile(
             f"{error}; delete it, and give --resume again if the run began from another one"
         ) from None
-    return Path(found) if found else None
+    return Path(recorded_source) if recorded_source else None
 
 
-def _step(run: RunDir, step: int, own: list[tuple[int, Path]]) -> Chosen:
-    if step not in dict(own):
-        there = f"has steps {', '.join(str(each) for each, _ in own)}" if own else "has none"
+def _checkpoint_of_step(
+    run: RunDir, step: int, own_checkpoints: list[tuple[int, Path]]
+) -> ChosenCheckpoint:
+    if step not in dict(own_checkpoints):
+        steps_text = (
+            f"has steps {', '.join(str(own_step) for own_step, _ in own_checkpoints)}"
+            if own_checkpoints
+            else "has none"
+        )
         raise InputError(
-            f"--resume {step}: no complete checkpoint of step {step}; {run.checkpoints} {there}"
+            f"--resume {step}: no complete checkpoint of step {step}; {run.checkpoints} {steps_text}"
         )
     # The newest checkpoint would be chosen again at the next start.
-    newer = [path for path in run.checkpoints.glob("step_*") if _number(path) > step]
+    newer_checkpoints = [
+        path for path in run.checkpoints.glob("step_*") if _step_in_name(path) > step
+    ]
     # The summary marks the training as complete.
-    told = [run.summary] if run.summary.exists() else []
-    return Chosen(dict(own)[step], step, exact=True, aside=(*sorted(newer), *told))
+    finished_records = [run.summary] if run.summary.exists() else []
+    return ChosenCheckpoint(
+        dict(own_checkpoints)[step],
+        step,
+        is_exact=True,
+        paths_to_set_aside=(*sorted(newer_checkpoints), *finished_records),
+    )
 
 
-def _number(path: Path) -> int:
+def _step_in_name(checkpoint_path: Path) -> int:
     """Return the step in a checkpoint's name; -1 for a name that was set aside."""
-    digits = path.name[len("step_") :].partition(".partial")[0]
+    digits = checkpoint_path.name[len("step_") :].partition(".partial")[0]
     return int(digits) if digits.isdecimal() else -1
 
 
-def _elsewhere(source: Path) -> Chosen:
-    """Choose the newest checkpoint of another run's folder, or the one that `source` itself is."""
-    source = Path(os.path.abspath(source))
+def _checkpoint_of_other_folder(source_path: Path) -> ChosenCheckpoint:
+    """Choose the newest checkpoint of another run's folder, or the one that `source_path` itself is."""
+    source_path = Path(os.path.abspath(source_path))
     # With this mark the folder is itself a checkpoint, else it is a run's.
-    if (source / COMPLETE).exists():
-        return Chosen(source, _step_of(source), source, exact=True)
-    other = RunDir(source)
-    found = other.complete_checkpoints()
-    skipped = tuple(incomplete(other.checkpoints))
-    if not found:
-        why = (
+    if (source_path / COMPLETE).exists():
+        return ChosenCheckpoint(
+            source_path, _step_in_manifest(source_path), source_path, is_exact=True
+        )
+    other_run = RunDir(source_path)
+    complete_checkpoints = other_run.complete_checkpoints()
+    skipped_lines = tuple(unusable_checkpoint_lines(other_run.checkpoints))
+    if not complete_checkpoints:
+        reason = (
             "is no run folder with a complete checkpoint, and no complete checkpoint"
-            if source.exists()
+            if source_path.exists()
             else "absent"
         )
         raise InputError(
             "\n".join(
-                [f"--resume {source}: {why}; give auto, never, a step or such a folder", *skipped]
+                [
+                    f"--resume {source_path}: {reason}; give auto, never, a step or such a folder",
+                    *skipped_lines,
+                ]
             )
         )
-    return Chosen(found[-1][1], found[-1][0], source, skipped=skipped)
+    return ChosenCheckpoint(
+        complete_checkpoints[-1][1], complete_checkpoints[-1][0], source_path, skipped=skipped_lines
+    )
 
 
-def _step_of(folder: Path) -> int:
+def _step_in_manifest(checkpoint_folder: Path) -> int:
     # The folder may have any name, so the step comes from the manifest.
     try:
-        step = read_own_json(folder / MANIFEST)["step"]
+        step = read_own_json(checkpoint_folder / MANIFEST)["step"]
     except (OSError, ValueError, KeyError) as error:
-        raise InputError(f"--resume {folder}: its {MANIFEST} cannot be read: {error}") from None
+        raise InputError(
+            f"--resume {checkpoint_folder}: its {MANIFEST} cannot be read: {error}"
+        ) from None
     return int(step)
 
 
-class Beginning(NamedTuple):
+class RunBeginning(NamedTuple):
     """The beginning of a run, with all lines to print about it."""
 
-    chosen: Chosen
+    checkpoint: ChosenCheckpoint
     options: ResumeOptions
-    lines: tuple[str, ...] = ()
+    text_lines: tuple[str, ...] = ()
     changes: tuple[Change, ...] = ()
 
-    def after(self, said: list[str]) -> Beginning:
+    def prepend_lines(self, earlier_lines: list[str]) -> RunBeginning:
         """Return the same beginning with further lines before its own."""
-        return self._replace(lines=(*said, *self.lines))
+        return self._replace(text_lines=(*earlier_lines, *self.text_lines))
 
 
-def beginning(
-    run: RunDir, resolved: ResolvedRun, before: Recipe | None, options: ResumeOptions
-) -> Beginning:
+def plan_run_beginning(
+    run: RunDir, resolved_run: ResolvedRun, earlier_recipe: Recipe | None, options: ResumeOptions
+) -> RunBeginning:
     """Return the beginning of the run, with a line for each change since the checkpoint.
 
     Args:
-        before: the recipe of this folder's earlier start, for checkpoints without a record of it.
+        earlier_recipe: the recipe of this folder's earlier start, for checkpoints without a record of it.
 
     Raises:
         InputError: the requested checkpoint does not exist.
         PlanError: a change would make it a different training, and the user has not allowed it.
     """
-    chosen = choose(run, options)
-    lines = [f"  skipped: {line}" for line in chosen.skipped]
-    lines += [f"  set aside: {path}" for path in chosen.aside]
-    if chosen.folder is None:
-        return Beginning(chosen, options, (*lines, *_since(before, resolved)))
-    made = origin.read_checkpoint_origin(chosen.folder)
-    # A checkpoint of this folder without a record was written with the folder's own recipe.
-    if made is None and before is not None and run.checkpoints in chosen.folder.parents:
-        made = {"recipe": before.model_dump(mode="json")}
-    trains = not resolved.traits.evaluates
-    lines.append(
-        f"{'continuing' if trains else 'evaluating'} after step {chosen.step} from {chosen.folder}"
-    )
-    if made is None:
-        return Beginning(
-            chosen, options, (*lines, "  it has no record of its recipe, so nothing is compared")
+    checkpoint = choose_checkpoint(run, options)
+    text_lines = [f"  skipped: {line}" for line in checkpoint.skipped]
+    text_lines += [f"  set aside: {path}" for path in checkpoint.paths_to_set_aside]
+    if checkpoint.folder is None:
+        return RunBeginning(
+            checkpoint, options, (*text_lines, *_recipe_change_lines(earlier_recipe, resolved_run))
         )
-    found = origin.origin_changes(made, today(resolved))
+    checkpoint_origin = origin.read_checkpoint_origin(checkpoint.folder)
+    # A checkpoint of this folder without a record was written with the folder's own recipe.
+    if (
+        checkpoint_origin is None
+        and earlier_recipe is not None
+        and run.checkpoints in checkpoint.folder.parents
+    ):
+        checkpoint_origin = {"recipe": earlier_recipe.model_dump(mode="json")}
+    is_training = not resolved_run.traits.evaluates
+    text_lines.append(
+        f"{'continuing' if is_training else 'evaluating'} after step {checkpoint.step} from {checkpoint.folder}"
+    )
+    if checkpoint_origin is None:
+        return RunBeginning(
+            checkpoint,
+            options,
+            (*text_lines, "  it has no record of its recipe, so nothing is compared"),
+        )
+    origin_differences = origin.origin_changes(checkpoint_origin, present_origin(resolved_run))
     # Changes of fields that only a training uses do not matter to an evaluation.
-    if not trains:
-        found = origin.changes_affecting_evaluation(chosen.folder, found)
-    require(found, options.allow, f"{chosen.folder} belongs to a different training")
-    return Beginning(chosen, options, (*lines, *change_lines(found, options.allow)), tuple(found))
-
-
-def _since(before: Recipe | None, resolved: ResolvedRun) -> Iterator[str]:
-    """Yield the changes of the recipe for a run that has no checkpoint, and begins again."""
-    if before is not None:
-        now = resolved.file.recipe.model_dump(mode="json")
-        for path, old, new in leaves(before.model_dump(mode="json"), now):
-            yield f"  changed: {path}: {old!r} -> {new!r}"
-
-
-def today(resolved: ResolvedRun) -> dict[str, object]:
-    """Return the record that a checkpoint of this run would have of its origin."""
-    git = provenance.commit(resolved.command.path.parent)
-    world = resolved.world
-    environment = provenance.environment()
-    return origin.checkpoint_origin(
-        resolved.file.recipe, resolved.work.batch, len(world.hosts), world.device, environment, git
+    if not is_training:
+        origin_differences = origin.changes_affecting_evaluation(
+            checkpoint.folder, origin_differences
+        )
+    refuse_changes_not_allowed(
+        origin_differences, options.allow, f"{checkpoint.folder} belongs to a different training"
+    )
+    return RunBeginning(
+        checkpoint,
+        options,
+        (*text_lines, *change_lines(origin_differences, options.allow)),
+        tuple(origin_differences),
     )
 
 
-def change_lines(found: list[Change], allow: tuple[str, ...]) -> list[str]:
+def _recipe_change_lines(earlier_recipe: Recipe | None, resolved_run: ResolvedRun) -> Iterator[str]:
+    """Yield the changes of the recipe for a run that has no checkpoint, and begins again."""
+    if earlier_recipe is not None:
+        recipe_values = resolved_run.recipe_file.recipe.model_dump(mode="json")
+        for path, old_value, new_value in changed_leaves(
+            earlier_recipe.model_dump(mode="json"), recipe_values
+        ):
+            yield f"  changed: {path}: {old_value!r} -> {new_value!r}"
+
+
+def present_origin(resolved_run: ResolvedRun) -> dict[str, object]:
+    """Return the record that a checkpoint of this run would have of its origin."""
+    git = provenance.git_state(resolved_run.command.recipe_path.parent)
+    world = resolved_run.world
+    environment = provenance.environment_record()
+    return origin.checkpoint_origin(
+        resolved_run.recipe_file.recipe,
+        resolved_run.workload.batch,
+        len(world.hosts),
+        world.device,
+        environment,
+        git,
+    )
+
+
+def change_lines(changes: list[Change], allowed_names: tuple[str, ...]) -> list[str]:
     """Return a line for each change, or one that there is none."""
-    return [f"  changed: {change.line(allow)}" for change in found] or [
+    return [f"  changed: {change.summary_line(allowed_names)}" for change in changes] or [
         "  no settings have changed since"
     ]
 
 
-def require(found: list[Change], allow: tuple[str, ...], what: str) -> None:
+def refuse_changes_not_allowed(
+    changes: list[Change], allowed_names: tuple[str, ...], subject: str
+) -> None:
     """Check that all changes are allowed.
 
     Raises:
         PlanError: some are not allowed.
     """
-    if refused := [change for change in found if change.is_refused(allow)]:
-        words = " ".join(
-            f"--allow {name}" for name in sorted({change.rule.allow for change in refused}) if name
+    if refused_changes := [change for change in changes if change.is_refused(allowed_names)]:
+        allow_options = " ".join(
+            f"--allow {name}"
+            for name in sorted({change.rule.allow_name for change in refused_changes})
+            if name
         )
-        mend = f", {words} if this is intended, or a new --run-dir" if words else ""
-        lines = "".join(f"\n  {change.line(allow)}" for change in refused)
-        raise PlanError(f"{what}:{lines}\nUse the recipe that it was trained with{mend}")
+        remedy = (
+            f", {allow_options} if this is intended, or a new --run-dir" if allow_options else ""
+        )
+        change_text = "".join(
+            f"\n  {change.summary_line(allowed_names)}" for change in refused_changes
+        )
+        raise PlanError(f"{subject}:{change_text}\nUse the recipe that it was trained with{remedy}")
 
 
-def apply(run: RunDir, command: Command, begun: Beginning) -> None:
+def record_beginning(run: RunDir, command: Command, run_beginning: RunBeginning) -> None:
     """Record the command and the beginning of this start for the ranks.
 
     Files that must not count as the newest are moved away.
     """
-    chosen, options, _, changes = begun
-    for path in chosen.aside:
-        os.replace(path, _free(path))
+    checkpoint, options, _, changes = run_beginning
+    for path in checkpoint.paths_to_set_aside:
+        os.replace(path, _unused_path(path))
     ResumeRecord(
         choice=options.choice,
         allow=options.allow,
-        checkpoint=None if chosen.folder is None else os.path.abspath(chosen.folder),
-        step=chosen.step,
-        exact=chosen.exact,
-        source=None if chosen.source is None else os.path.abspath(chosen.source),
-        skipped=chosen.skipped,
-        changes=tuple(change.line(options.allow) for change in changes),
+        checkpoint=None if checkpoint.folder is None else os.path.abspath(checkpoint.folder),
+        step=checkpoint.step,
+        exact=checkpoint.is_exact,
+        source=None if checkpoint.source is None else os.path.abspath(checkpoint.source),
+        skipped=checkpoint.skipped,
+        changes=tuple(change.summary_line(options.allow) for change in changes),
     ).write(run)
-    provenance.record(run, command.path, command.options.typed)
+    provenance.record_command(run, command.recipe_path, command.options.typed)
 
 
-def _free(path: Path) -> Path:
+def _unused_path(preferred_path: Path) -> Path:
     # An earlier start may have set aside a file of the same name.
-    names = (path.with_name(f"{path.name}.aside{number or ''}") for number in itertools.count())
-    return next(name for name in names if not name.exists())
+    candidate_paths = (
+        preferred_path.with_name(f"{preferred_path.name}.aside{suffix_number or ''}")
+        for suffix_number in itertools.count()
+    )
+    return next(candidate_path for candidate_path in candidate_paths if not candidate_path.exists())

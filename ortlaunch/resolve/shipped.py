@@ -18,119 +18,147 @@ from ortlaunch.errors import InputError, RecipeError
 from ortlaunch.run_folder.folder import write_text_atomically
 
 # A module in a recipe: `module.py` or `module:function`.
-_MODULE = re.compile(r"(\w+)(?:\.py\b|:\w)")
+_MODULE_NAME = re.compile(r"(\w+)(?:\.py\b|:\w)")
 
 
-def folder(kind: str = "recipes") -> Path:
+def shipped_folder(folder_name: str = "recipes") -> Path:
     """Return the folder of the shipped files of a kind, in a checkout or an installation.
 
     Raises:
         InputError: the folder does not exist.
     """
     # In a checkout the project's file is beside the package, in an installation it is not.
-    package = Path(__file__).parents[2]
-    if (package / "pyproject.toml").is_file():
-        return package / kind
+    project_folder = Path(__file__).parents[2]
+    if (project_folder / "pyproject.toml").is_file():
+        return project_folder / folder_name
     # Data files of pip with --target, without options, and with --user.
-    places = [
-        Path(root, "share", "ortlaunch", kind) for root in (package, sys.prefix, site.getuserbase())
+    candidate_folders = [
+        Path(root, "share", "ortlaunch", folder_name)
+        for root in (project_folder, sys.prefix, site.getuserbase())
     ]
-    there = next((place for place in places if place.is_dir()), None)
-    if there is None:
+    existing_folder = next(
+        (candidate for candidate in candidate_folders if candidate.is_dir()), None
+    )
+    if existing_folder is None:
         raise InputError(
-            f"the shipped {kind} are in none of {', '.join(map(str, places))}; "
+            f"the shipped {folder_name} are in none of {', '.join(map(str, candidate_folders))}; "
             "install ortlaunch again"
         )
-    return there
+    return existing_folder
 
 
-def names() -> list[str]:
+def shipped_recipe_names() -> list[str]:
     """Return `family/recipe` for every shipped recipe."""
     return sorted(
-        str(path.relative_to(folder()).with_suffix("")) for path in folder().rglob("*.yaml")
+        str(path.relative_to(shipped_folder()).with_suffix(""))
+        for path in shipped_folder().rglob("*.yaml")
     )
 
 
-def find(name: str) -> Path:
+def find_shipped_recipe(recipe_name: str) -> Path:
     """Return the file of a shipped recipe.
 
     Raises:
         InputError: no recipe has that name.
     """
-    return _named(
-        "recipe", name.removesuffix(".yaml"), {each: folder() / f"{each}.yaml" for each in names()}
+    return _find_file_by_name(
+        "recipe",
+        recipe_name.removesuffix(".yaml"),
+        {
+            shipped_name: shipped_folder() / f"{shipped_name}.yaml"
+            for shipped_name in shipped_recipe_names()
+        },
     )
 
 
-def text(kind: str, name: str) -> str:
+def read_shipped_text(folder_name: str, file_name: str) -> str:
     """Return the contents of a file of `constraints` or `hostfiles`.
 
     Raises:
         InputError: no file has that name.
     """
-    files = {path.name.removesuffix(".txt"): path for path in sorted(folder(kind).iterdir())}
-    return _named(kind.removesuffix("s"), name.removesuffix(".txt"), files).read_text(
-        encoding="utf-8"
-    )
+    files = {
+        path.name.removesuffix(".txt"): path
+        for path in sorted(shipped_folder(folder_name).iterdir())
+    }
+    return _find_file_by_name(
+        folder_name.removesuffix("s"), file_name.removesuffix(".txt"), files
+    ).read_text(encoding="utf-8")
 
 
-def _named(what: str, name: str, files: dict[str, Path]) -> Path:
-    if name in files:
-        return files[name]
+def _find_file_by_name(file_noun: str, requested_name: str, path_by_name: dict[str, Path]) -> Path:
+    if requested_name in path_by_name:
+        return path_by_name[requested_name]
     # A name without its folder, or one that is misspelt.
-    near = [each for each in files if each.rpartition("/")[2] == name]
-    near = near or difflib.get_close_matches(name, files, n=1)
-    advice = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(files)}"
-    raise InputError(f"no shipped {what} {name!r}; {advice}")
+    similar_names = [
+        known_name for known_name in path_by_name if known_name.rpartition("/")[2] == requested_name
+    ]
+    similar_names = similar_names or difflib.get_close_matches(requested_name, path_by_name, n=1)
+    advice = (
+        f"did you mean {' or '.join(similar_names)}?"
+        if similar_names
+        else f"there are {', '.join(path_by_name)}"
+    )
+    raise InputError(f"no shipped {file_noun} {requested_name!r}; {advice}")
 
 
-def locate(given: Path) -> Path:
+def locate_recipe(recipe_argument: Path) -> Path:
     """Return the recipe file: that path, else the shipped recipe of that name.
 
     Raises:
         RecipeError: it is a folder, or a likely misspelling.
     """
-    if os.path.isdir(given):
-        raise RecipeError([f"{given}: {_of_folder(given)}"])
-    if os.path.lexists(given):
-        return given
-    bare = str(given).removesuffix(".yaml")
-    known = names()
-    if bare in known:
-        return find(bare)
+    if os.path.isdir(recipe_argument):
+        raise RecipeError([f"{recipe_argument}: {_advice_for_folder(recipe_argument)}"])
+    if os.path.lexists(recipe_argument):
+        return recipe_argument
+    recipe_name = str(recipe_argument).removesuffix(".yaml")
+    known_names = shipped_recipe_names()
+    if recipe_name in known_names:
+        return find_shipped_recipe(recipe_name)
     # Imported on use: `ortlaunch constraints` has to run without dependencies.
-    from ortlaunch.recipe.text.words import closest, likeness
+    from ortlaunch.recipe.text.words import closest_name, word_likeness
 
     # A bare file name is compared with the files beside it alone, below.
-    guess = closest(bare, known) if given.parent.name else None
-    if guess:
-        raise RecipeError([f"{given}: no such file or shipped recipe; did you mean {guess}?"])
-    files = ((max(likeness(given.name, path.name), likeness(given.name, path.stem)), path)
-             for path in given.parent.glob("*.y*ml"))  # fmt: skip
-    like, beside = max(files, default=(0, given))
-    if like >= 0.8:
-        raise RecipeError([f"{given}: no such file; did you mean {beside}?"])
-    return given
+    closest_known = closest_name(recipe_name, known_names) if recipe_argument.parent.name else None
+    if closest_known:
+        raise RecipeError(
+            [f"{recipe_argument}: no such file or shipped recipe; did you mean {closest_known}?"]
+        )
+    rated_files = (
+        (
+            max(
+                word_likeness(recipe_argument.name, path.name),
+                word_likeness(recipe_argument.name, path.stem),
+            ),
+            path,
+        )
+        for path in recipe_argument.parent.glob("*.y*ml")
+    )
+    best_likeness, similar_path = max(rated_files, default=(0, recipe_argument))
+    if best_likeness >= 0.8:
+        raise RecipeError([f"{recipe_argument}: no such file; did you mean {similar_path}?"])
+    return recipe_argument
 
 
-def _of_folder(folder: Path) -> str:
+def _advice_for_folder(given_folder: Path) -> str:
     """Return the advice for a folder in the place of a recipe."""
-    if (folder / "plan.json").exists() and (folder / "recipe.yaml").exists():
+    if (given_folder / "plan.json").exists() and (given_folder / "recipe.yaml").exists():
         return (
             "is the folder of a run; to continue it: "
-            f"ortlaunch train {folder / 'recipe.yaml'} --run-dir {folder} "
+            f"ortlaunch train {given_folder / 'recipe.yaml'} --run-dir {given_folder} "
             "(with more steps: train.max_steps=NUMBER)"
         )
-    inside = sorted(path.name for path in folder.glob("*.yaml"))
-    of_it = (
-        f"give one of its recipes: {', '.join(inside[:8])}"
-        if inside
+    recipe_names = sorted(path.name for path in given_folder.glob("*.yaml"))
+    advice = (
+        f"give one of its recipes: {', '.join(recipe_names[:8])}"
+        if recipe_names
         else "give a recipe, a YAML file"
     )
-    return f"is a folder; {of_it}, or a name that `ortlaunch recipes list` prints"
+    return f"is a folder; {advice}, or a name that `ortlaunch recipes list` prints"
 
 
-def copy(name: str, target: Path) -> list[Path]:
+def copy_shipped_recipe(recipe_name: str, target: Path) -> list[Path]:
     """Copy a recipe, the recipes it extends and the modules that they name to `target`.
 
     Args:
@@ -142,45 +170,56 @@ def copy(name: str, target: Path) -> list[Path]:
     Raises:
         InputError: a file of that name exists already, or cannot be written.
     """
-    source = find(name)
-    first = (
+    shipped_path = find_shipped_recipe(recipe_name)
+    new_recipe_path = (
         target
         if target.suffix in (".yaml", ".yml") and not target.is_dir()
-        else target / source.name
+        else target / shipped_path.name
     )
-    others = [*_bases(source), *_modules([source, *_bases(source)])]
-    pairs = [(source, first), *((other, first.parent / other.name) for other in others)]
-    if there := [str(new) for _, new in pairs if new.exists()]:
-        raise InputError(f"{', '.join(there)} exists already; choose another name")
+    other_paths = [
+        *_base_recipes(shipped_path),
+        *_named_modules([shipped_path, *_base_recipes(shipped_path)]),
+    ]
+    copied_pairs = [
+        (shipped_path, new_recipe_path),
+        *((other_path, new_recipe_path.parent / other_path.name) for other_path in other_paths),
+    ]
+    if existing_paths := [str(new_path) for _, new_path in copied_pairs if new_path.exists()]:
+        raise InputError(f"{', '.join(existing_paths)} exists already; choose another name")
     try:
         # One new folder, as cp -r makes; a path with more is a typing error.
-        first.parent.mkdir(exist_ok=True)
-        for old, new in pairs:
-            text = old.read_text(encoding="utf-8")
+        new_recipe_path.parent.mkdir(exist_ok=True)
+        for old_path, new_path in copied_pairs:
+            file_text = old_path.read_text(encoding="utf-8")
             # An absolute path, so that an editor finds the schema from any folder.
             write_text_atomically(
-                new, re.sub(r"(?<=\$schema=)(\.\./)+", f"{folder().resolve()}/", text)
+                new_path,
+                re.sub(r"(?<=\$schema=)(\.\./)+", f"{shipped_folder().resolve()}/", file_text),
             )
     except OSError as error:
         raise InputError(f"{error.filename}: cannot be written: {error.strerror}") from None
-    return [new for _, new in pairs]
+    return [new_path for _, new_path in copied_pairs]
 
 
-def _bases(path: Path) -> list[Path]:
-    match = re.search(r"^extends:\s*(\S+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+def _base_recipes(recipe_path: Path) -> list[Path]:
+    match = re.search(r"^extends:\s*(\S+)", recipe_path.read_text(encoding="utf-8"), re.MULTILINE)
     if match is None:
         return []
-    base = path.parent / match[1]
-    return [base, *_bases(base)]
+    base_path = recipe_path.parent / match[1]
+    return [base_path, *_base_recipes(base_path)]
 
 
-def _modules(recipes: list[Path]) -> list[Path]:
+def _named_modules(recipe_paths: list[Path]) -> list[Path]:
     """Return Python files beside recipes that name them, as `module:function` or `module.py`."""
-    named = {
-        (path.parent, name)
-        for path in recipes
-        for name in _MODULE.findall(path.read_text(encoding="utf-8"))
+    named_modules = {
+        (path.parent, module_name)
+        for path in recipe_paths
+        for module_name in _MODULE_NAME.findall(path.read_text(encoding="utf-8"))
     }
     return sorted(
-        {folder / f"{name}.py" for folder, name in named if (folder / f"{name}.py").is_file()}
+        {
+            module_folder / f"{module_name}.py"
+            for module_folder, module_name in named_modules
+            if (module_folder / f"{module_name}.py").is_file()
+        }
     )

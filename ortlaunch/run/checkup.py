@@ -13,12 +13,12 @@ from ortlaunch.doctor.finding import FAILED, Finding
 from ortlaunch.doctor.hosts import HostRequirements
 from ortlaunch.errors import PlanError, RunError, first_message_line
 from ortlaunch.launch_plan import Node
-from ortlaunch.planning.hosts import hostfile_text, parse_hostfile, select
-from ortlaunch.planning.slurm_names import hosts_of_job
+from ortlaunch.planning.hosts import hostfile_text, parse_hostfile, select_hosts
+from ortlaunch.planning.slurm_names import slurm_job_hosts
 from ortlaunch.planning.world import LaunchOptions
-from ortlaunch.recipe import to_yaml
+from ortlaunch.recipe import dump_recipe_yaml
 from ortlaunch.recipe.fields.data import BATCHES_EACH_WORKER
-from ortlaunch.resolve.resolve import ResolvedRun, resolve
+from ortlaunch.resolve.resolve import ResolvedRun, resolve_command
 from ortlaunch.tasks import BatchBytesRequest, run_task_for_answer
 
 
@@ -35,11 +35,11 @@ class CheckupOptions(NamedTuple):
 def host_requirements(resolved: ResolvedRun, folder: Path) -> HostRequirements:
     """Return the requirements of a run on its hosts."""
     world = resolved.world
-    recipe = resolved.file.recipe
+    recipe = resolved.recipe_file.recipe
     # One more than are kept: the oldest is deleted after the newest has been written.
     checkpoints_on_disk = (recipe.checkpoint.keep or 1) + 1
     needed_bytes = (
-        resolved.work.memory.checkpoint * checkpoints_on_disk if resolved.work.memory else 0
+        resolved.workload.memory.checkpoint * checkpoints_on_disk if resolved.workload.memory else 0
     )
     return HostRequirements(
         world.nodes, world.device, folder, needed_bytes, interface=recipe.launch.interface
@@ -62,7 +62,7 @@ def check_hosts_or_this_machine(
     _refuse_options_without_effect(options, recipe is not None)
     options = add_slurm_job_hosts(options, environ)._replace(planned_only=True)
     folder = Path(os.path.abspath(checkup_options.folder or "."))
-    resolved = resolve(recipe, overrides, options, environ) if recipe else None
+    resolved = resolve_command(recipe, overrides, options, environ) if recipe else None
     requirements = (
         host_requirements(resolved, folder)
         if resolved
@@ -72,16 +72,16 @@ def check_hosts_or_this_machine(
         device=checkup_options.device or requirements.device,
         interface=checkup_options.interface or requirements.interface,
         port=checkup_options.port,
-        ports=checkup_options.port_range,
+        port_range=checkup_options.port_range,
     )
-    chosen_recipe = resolved.file.recipe if resolved else None
+    chosen_recipe = resolved.recipe_file.recipe if resolved else None
     data_findings = []
     try:
         requirements = requirements._replace(
-            shared_bytes=_shared_memory_bytes_of_data_workers(resolved) if resolved else 0
+            shared_memory_bytes=_shared_memory_bytes_of_data_workers(resolved) if resolved else 0
         )
     except RunError as error:
-        data_findings = [Finding(here.HERE, "data", FAILED, first_message_line(error))]
+        data_findings = [Finding(here.THIS_HOST, "data", FAILED, first_message_line(error))]
     return data_findings + (
         hosts.check_hosts(requirements)
         if options.hostfile
@@ -95,11 +95,13 @@ def _shared_memory_bytes_of_data_workers(resolved: ResolvedRun) -> int:
     Raises:
         RunError: the data cannot be read here.
     """
-    recipe = resolved.file.recipe
+    recipe = resolved.recipe_file.recipe
     if not recipe.data.workers:
         return 0
     batch = BatchBytesRequest(
-        to_yaml(recipe), str(resolved.command.modules), resolved.work.batch.micro_samples
+        dump_recipe_yaml(recipe),
+        str(resolved.command.modules_folder),
+        resolved.workload.batch.micro_samples,
     )
     ranks = max(node.slots for node in resolved.world.nodes)
     return int(run_task_for_answer(batch)) * recipe.data.workers * BATCHES_EACH_WORKER * ranks
@@ -114,7 +116,7 @@ def _refuse_options_without_effect(options: LaunchOptions, has_recipe: bool) -> 
 
 def add_slurm_job_hosts(options: LaunchOptions, environ: Mapping[str, str]) -> LaunchOptions:
     """Return the options with the nodes of this Slurm job as the host file, unless one is given."""
-    job_hosts = () if options.hostfile else hosts_of_job(environ)
+    job_hosts = () if options.hostfile else slurm_job_hosts(environ)
     if not job_hosts:
         return options
     text = "".join(f"{host.name} slots={host.slots}\n" for host in job_hosts)
@@ -131,7 +133,7 @@ def _listed_nodes(options: LaunchOptions) -> tuple[Node, ...]:
     if options.hostfile is None:
         return ()
     text = hostfile_text(options.hostfile) if options.hosts_text is None else options.hosts_text
-    listed = select(
+    listed = select_hosts(
         parse_hostfile(text, options.hostfile, 1).hosts, options.include, options.exclude
     )
     return tuple(Node(host.name, host.slots, 0, host.devices) for host in listed)

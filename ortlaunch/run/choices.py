@@ -17,11 +17,11 @@ def apply_recorded_choices(resolved: ResolvedRun, run: RunDir) -> ResolvedRun:
         PlanError: a choice is not recorded, and this process is a rank of the user's own launcher,
             which cannot start the jobs of a measurement.
     """
-    enclosing_rank = resolved.world.inside
+    enclosing_rank = resolved.world.enclosing_rank
     recorded_micro_size = None
-    if micro_size.is_search_requested(resolved.file.recipe):
+    if micro_size.is_search_requested(resolved.recipe_file.recipe):
         recorded_micro_size = micro_size.recorded_micro_size(
-            resolved.file.recipe, resolved.work.batch, run
+            resolved.recipe_file.recipe, resolved.workload.batch, run
         )
         # A rank may use a recorded size, but cannot start trials.
         if recorded_micro_size is None and enclosing_rank is not None:
@@ -31,30 +31,34 @@ def apply_recorded_choices(resolved: ResolvedRun, run: RunDir) -> ResolvedRun:
         from ortlaunch.bench import auto
 
         recorded_engine = auto.recorded_choice(resolved, run)
-        resolved = auto.applied(resolved, *recorded_engine) if recorded_engine else resolved
+        resolved = (
+            auto.apply_engine_choice(resolved, *recorded_engine) if recorded_engine else resolved
+        )
     return (
         resolved
         if recorded_micro_size is None
-        else resolved.with_choice(micro_size.micro_size_override(recorded_micro_size))
+        else resolved.apply_auto_results(micro_size.micro_size_override(recorded_micro_size))
     )
 
 
 def must_measure_engine(resolved: ResolvedRun) -> bool:
     """Whether the engine must be measured."""
-    return resolved.file.recipe.engine.name == "auto"
+    return resolved.recipe_file.recipe.engine.name == "auto"
 
 
 def measure_and_apply_engine(resolved: ResolvedRun) -> ResolvedRun:
     """Measure the engines now; return the run with the best, and store the choice in the cache."""
     from ortlaunch.bench import auto
 
-    choice = auto.measured(resolved, lambda text: print(text, flush=True))
-    return auto.applied(resolved, auto.remember(resolved, choice))
+    choice = auto.measure_engine_choice(resolved, lambda text: print(text, flush=True))
+    return auto.apply_engine_choice(resolved, auto.cache_engine_choice(resolved, choice))
 
 
 def search_and_apply_micro_size(resolved: ResolvedRun, run: RunDir) -> ResolvedRun:
     """Return the run with its micro batch size; if that is `auto`, search the largest that fits."""
-    if not micro_size.is_search_requested(resolved.file.recipe):
+    if not micro_size.is_search_requested(resolved.recipe_file.recipe):
         return resolved
-    found_size = micro_size.search_largest_micro_size(resolved.file.recipe, resolved.plan, run)
-    return resolved.with_choice(micro_size.micro_size_override(found_size))
+    found_size = micro_size.search_largest_micro_size(
+        resolved.recipe_file.recipe, resolved.plan, run
+    )
+    return resolved.apply_auto_results(micro_size.micro_size_override(found_size))

@@ -10,14 +10,14 @@ import sys
 import time
 from pathlib import Path
 
-from ortlaunch.diagnose.report import with_verdict
+from ortlaunch.diagnose.report import add_verdict_to_output
 from ortlaunch.launch import load_backend
 from ortlaunch.launch.failure import classify_run_end
 from ortlaunch.launch.restarts import EndedAttempt, start_ranks_until_end
 from ortlaunch.output import ERASE, print_lines, terminal_width
-from ortlaunch.resolve.prepare import prepare
+from ortlaunch.resolve.prepare import write_and_announce_run
 from ortlaunch.resolve.resolve import ResolvedRun
-from ortlaunch.resolve.resume import AUTOMATIC, ResumeOptions
+from ortlaunch.resolve.resume import AUTOMATIC_RESUME, ResumeOptions
 from ortlaunch.run import choices, inside
 from ortlaunch.run.elastic import run_on_usable_hosts
 from ortlaunch.run.finished import append_continuing_command
@@ -37,10 +37,12 @@ from ortlaunch.units import clock_duration
 
 
 def run_training_command(
-    resolved: ResolvedRun, requested_folder: Path | None, resume_options: ResumeOptions = AUTOMATIC
+    resolved: ResolvedRun,
+    requested_folder: Path | None,
+    resume_options: ResumeOptions = AUTOMATIC_RESUME,
 ) -> int:
     """Prepare the folder, start the ranks, wait, print the verdict and return the exit status."""
-    resume_options = resume_options.checked()
+    resume_options = resume_options.check_allow_names()
     with RunLock() as lock:
         return _train_under_lock(resolved, requested_folder, lock, resume_options)
 
@@ -52,7 +54,7 @@ def _train_under_lock(
     resume_options: ResumeOptions,
 ) -> int:
     started = time.monotonic()
-    rank = resolved.world.inside
+    rank = resolved.world.enclosing_rank
     must_claim_folder = requested_folder is None and (rank is None or rank.world_size == 1)
     proposed_folder = new_or_requested_run_folder(requested_folder, resolved, os.environ)
     run = (
@@ -84,7 +86,7 @@ def _train_under_lock(
     resolved, beginning, finished_text = check_run_can_start(resolved, run, resume_options)
     if finished_text:
         record_success(run)
-        print_lines([*beginning.lines, finished_text])
+        print_lines([*beginning.text_lines, finished_text])
         return 0
     if rank is not None and ready_mark is not None:
         if must_claim_folder:
@@ -99,7 +101,7 @@ def _train_under_lock(
     run = claim_run_folder(proposed_folder) if must_claim_folder else run
     lock.acquire(run)
     with JobFile(run, resolved.world.launcher, resolved.traits.saves) as file:
-        print_lines(beginning.lines)
+        print_lines(beginning.text_lines)
         run_on_all_hosts = choices.search_and_apply_micro_size(resolved, run)
         # Ranks write the progress line in this width; empty where the output is no terminal.
         os.environ[PROGRESS_VARIABLE] = width = str(terminal_width() or "")
@@ -107,7 +109,9 @@ def _train_under_lock(
 
         def start_ranks(attempt_number: int) -> EndedAttempt:
             usable_run, lines = run_on_usable_hosts(run_on_all_hosts, run, attempt_number > 1)
-            request = prepare(usable_run, run, lines, beginning if attempt_number == 1 else None)
+            request = write_and_announce_run(
+                usable_run, run, lines, beginning if attempt_number == 1 else None
+            )
             file.record_start_of_ranks()
             early_signals = file.keep_signals_for_ranks()
             job = launcher.submit(request)
@@ -127,18 +131,18 @@ def _train_under_lock(
 
         end, stopped = start_ranks_until_end(
             run,
-            run_on_all_hosts.file.recipe.launch.max_restarts,
+            run_on_all_hosts.recipe_file.recipe.launch.max_restarts,
             file.record_failed_attempts,
             start_ranks,
         )
         duration_text = f", in {clock_duration(time.monotonic() - started)}"
         failed = bool(end.status)
-        last_output = with_verdict(run, end) if failed else end.text + duration_text
+        last_output = add_verdict_to_output(run, end) if failed else end.text + duration_text
         if end.stopped_on_request or not failed:
             last_output = append_continuing_command(
                 last_output,
-                run_on_all_hosts.typed,
-                run_on_all_hosts.file.recipe,
+                run_on_all_hosts.typed_arguments,
+                run_on_all_hosts.recipe_file.recipe,
                 run,
                 end.stopped_on_request,
             )

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from ortlaunch.doctor.finding import FAILED, Finding, refused
+from ortlaunch.doctor.finding import FAILED, Finding, failed_checks_error
 from ortlaunch.doctor.hosts import HostRequirements, check_hosts
 from ortlaunch.errors import LaunchError
 from ortlaunch.resolve.resolve import ResolvedRun
@@ -42,8 +42,8 @@ def run_on_usable_hosts(
         LaunchError: a host is not usable, or fewer hosts than launch.nodes.min are; after a start it
             waits ten minutes for them.
     """
-    launch = run_on_all_hosts.file.recipe.launch
-    elastic = run_on_all_hosts.file.recipe.launch.elastic
+    launch = run_on_all_hosts.recipe_file.recipe.launch
+    elastic = run_on_all_hosts.recipe_file.recipe.launch.elastic
     if elastic is None and (
         is_restart or len(run_on_all_hosts.world.hosts) == 1 or not launch.preflight
     ):
@@ -80,10 +80,10 @@ def run_on_usable_hosts(
         for host in run_on_all_hosts.world.hosts
         if host.name not in finding_by_excluded_host
     ]
-    smaller_run = run_on_all_hosts.on_hosts(names)
+    smaller_run = run_on_all_hosts.restrict_to_hosts(names)
     size_text = (
         f"{count_with_noun(len(names), 'host')} of {len(run_on_all_hosts.world.hosts)}, "
-        f"accumulation {smaller_run.work.batch.accumulation_steps}"
+        f"accumulation {smaller_run.workload.batch.accumulation_steps}"
     )
     return smaller_run, [
         f"launch.nodes {elastic}: on {size_text}",
@@ -99,14 +99,14 @@ def _excluded_hosts(
     Raises:
         LaunchError: a host has another fault, which ends the command.
     """
-    findings = check_hosts(requirements._replace(quick=True))
+    findings = check_hosts(requirements._replace(checks_failures_only=True))
     failures = [finding for finding in findings if finding.verdict == FAILED]
     excluding_findings = [
         finding for finding in failures if is_elastic and (is_restart or finding.check == "reached")
     ]
     finding_by_host = {finding.host: finding for finding in reversed(excluding_findings)}
     if unusable := [finding for finding in failures if finding.host not in finding_by_host]:
-        raise refused(unusable)
+        raise failed_checks_error(unusable)
     return finding_by_host
 
 

@@ -19,9 +19,9 @@ from ortlaunch.launch_plan import Plan
 from ortlaunch.other_runs import registry
 from ortlaunch.process import wait_until
 from ortlaunch.rank import JOB_VARIABLE
-from ortlaunch.resolve.prepare import prepare, request_of
+from ortlaunch.resolve.prepare import launch_request, write_and_announce_run
 from ortlaunch.resolve.resolve import ResolvedRun
-from ortlaunch.resolve.resume import Beginning
+from ortlaunch.resolve.resume import RunBeginning
 from ortlaunch.run_folder.folder import RunDir, write_text_atomically
 from ortlaunch.run_folder.lock import RunLock
 
@@ -35,14 +35,14 @@ _PATIENCE_SECONDS = 600.0
 
 
 def become_rank0_worker(
-    resolved: ResolvedRun, ready_mark: Path, run: RunDir, lock: RunLock, beginning: Beginning
+    resolved: ResolvedRun, ready_mark: Path, run: RunDir, lock: RunLock, beginning: RunBeginning
 ) -> NoReturn:
     """As rank 0, prepare the folder, mark it as prepared, and become the worker."""
     # The lock must outlast this program, which the worker replaces in the same process.
     lock.acquire(run, survives_exec=True)
     JobRecord.at_start(run, "inside", JobState.RUNNING).write(run)
-    registry.add(run)
-    request = prepare(resolved, run, beginning.lines, beginning)
+    registry.register_run(run)
+    request = write_and_announce_run(resolved, run, beginning.text_lines, beginning)
     # Last of all files: other ranks start as soon as it exists.
     write_text_atomically(ready_mark, "")
     _replace_process_by_worker(request)
@@ -69,7 +69,7 @@ def wait_for_rank0_and_become_worker(ready_mark: Path, run: RunDir) -> NoReturn:
         )
     # The program is this host's: other hosts may have it in another folder.
     plan = replace(Plan.read(run.plan), argv=start.module_command("ortlaunch.worker"))
-    _replace_process_by_worker(request_of(plan, run))
+    _replace_process_by_worker(launch_request(plan, run))
 
 
 def _replace_process_by_worker(request: LaunchRequest) -> NoReturn:

@@ -46,7 +46,7 @@ class JobFile:
 
     def __enter__(self) -> JobFile:
         self.record.write(self.run)
-        registry.add(self.run)
+        registry.register_run(self.run)
         self._handlers = {
             signal_number: signal.signal(signal_number, self._keep_signal_or_end)
             for signal_number in signals_to_handle((*_ENDING_SIGNALS, signal.SIGINT))

@@ -17,10 +17,10 @@ from ortlaunch.json_types import Json
 from ortlaunch.launch import load_backend
 from ortlaunch.launch.failure import RunEnd, classify_run_end
 from ortlaunch.launch_plan import BatchPlan, Plan
-from ortlaunch.planning.make_plan import replan
+from ortlaunch.planning.make_plan import plan_with_other_batch
 from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.recipe import Recipe
-from ortlaunch.resolve.prepare import write_run
+from ortlaunch.resolve.prepare import write_run_files
 from ortlaunch.run_folder.folder import RunDir, read_own_json, write_json_atomically
 from ortlaunch.units import human_bytes
 
@@ -221,8 +221,8 @@ def _write_trial_folder(recipe: Recipe, plan: Plan, trial_folder: RunDir, size: 
     )
     data = recipe.data.model_copy(update={"evaluation": None})
     trial_recipe = recipe.model_copy(update={"batch": batch, "data": data})
-    trial_plan = replace(replan(trial_recipe, plan), task="try")
-    write_run(trial_folder, trial_recipe, trial_plan)
+    trial_plan = replace(plan_with_other_batch(trial_recipe, plan), task="try")
+    write_run_files(trial_folder, trial_recipe, trial_plan)
     return trial_plan
 
 

@@ -17,9 +17,9 @@ from ortlaunch.launchers import LAUNCHERS
 from ortlaunch.process import read_stat
 from ortlaunch.rank import Rank
 from ortlaunch.resolve import resume
-from ortlaunch.resolve.prepare import check_folder, check_launcher, earlier
+from ortlaunch.resolve.prepare import check_folder_contents, check_launcher, read_earlier_recipe
 from ortlaunch.resolve.resolve import ResolvedRun
-from ortlaunch.resolve.resume import Beginning, ResumeOptions
+from ortlaunch.resolve.resume import ResumeOptions, RunBeginning
 from ortlaunch.run import choices
 from ortlaunch.run.finished import append_continuing_command, finished_message_if_readable
 from ortlaunch.run_folder.folder import RunDir
@@ -35,8 +35,8 @@ def new_or_requested_run_folder(
     Raises:
         PlanError: the path has a control character, or the ranks cannot agree on a folder.
     """
-    name = resolved.file.recipe.name
-    rank = resolved.world.inside
+    name = resolved.recipe_file.recipe.name
+    rank = resolved.world.enclosing_rank
     absolute_path = os.path.abspath(requested_folder or ".")
     if control_character := re.search(r"[\x00-\x1f\x7f-\x9f]", absolute_path):
         raise PlanError(
@@ -99,7 +99,7 @@ def claim_run_folder(run: RunDir) -> RunDir:
 
 def check_run_can_start(
     resolved: ResolvedRun, run: RunDir, resume_options: ResumeOptions
-) -> tuple[ResolvedRun, Beginning, str | None]:
+) -> tuple[ResolvedRun, RunBeginning, str | None]:
     """Check that the run can start; write nothing and make no plan.
 
     Returns:
@@ -111,13 +111,13 @@ def check_run_can_start(
     """
     finished_text = finished_message(resolved, run, resume_options)
     resolved = choices.apply_recorded_choices(resolved, run)
-    doctor.require(resolved.file.recipe, resolved.world)
+    doctor.require_everything_installed(resolved.recipe_file.recipe, resolved.world)
     check_launcher(resolved.world, run)
-    earlier_run = earlier(run, resolved)
-    lines = check_folder(run, earlier_run, resolved)
+    earlier_run = read_earlier_recipe(run, resolved)
+    lines = check_folder_contents(run, earlier_run, resolved)
     return (
         resolved,
-        resume.beginning(run, resolved, earlier_run, resume_options).after(lines),
+        resume.plan_run_beginning(run, resolved, earlier_run, resume_options).prepend_lines(lines),
         finished_text,
     )
 
@@ -129,10 +129,10 @@ def finished_message(
     finished_text = (
         None
         if resume_options.begins_earlier
-        else finished_message_if_readable(resolved.file.recipe, run)
+        else finished_message_if_readable(resolved.recipe_file.recipe, run)
     )
     return finished_text and append_continuing_command(
-        finished_text, resolved.typed, resolved.file.recipe, run
+        finished_text, resolved.typed_arguments, resolved.recipe_file.recipe, run
     )
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 
 from ortlaunch.errors import PlanError
-from ortlaunch.planning.describe import describe
-from ortlaunch.resolve.prepare import request_of
+from ortlaunch.planning.describe import describe_plan
+from ortlaunch.resolve.prepare import launch_request
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.resolve.resume import ResumeOptions
 from ortlaunch.run.preparation import check_run_can_start
@@ -27,10 +27,10 @@ def preview_start(
     Raises:
         InputError, PlanError, MissingDependency: `train` would refuse the run.
     """
-    resume_options = resume_options.checked()
+    resume_options = resume_options.check_allow_names()
     resolved, beginning, finished_text = check_run_can_start(resolved, run, resume_options)
     resolved = choose_engine_without_measuring(resolved)
-    command = str(request_of(resolved.plan, run))
+    command = str(launch_request(resolved.plan, run))
     # The nearest folder that exists; the folders below it would be created in it.
     existing_parent = next(
         path for path in (run.path.absolute(), *run.path.absolute().parents) if path.exists()
@@ -41,10 +41,10 @@ def preview_start(
             f"{run}: cannot be created: no permission to write to {existing_parent}; give another --run-dir"
         )
     lines = [
-        *beginning.lines,
+        *beginning.text_lines,
         *([finished_text] if finished_text else []),
         *resolved.notes,
-        describe(resolved.plan, resolved.file.recipe),
+        describe_plan(resolved.plan, resolved.recipe_file.recipe),
         *_recorded_step_counts(run),
     ]
     return lines, command
@@ -62,16 +62,16 @@ def _recorded_step_counts(run: RunDir) -> list[str]:
 
 def choose_engine_without_measuring(resolved: ResolvedRun) -> ResolvedRun:
     """Return the run with the engine that `auto` would choose now, without measuring."""
-    if resolved.file.recipe.engine.name != "auto":
+    if resolved.recipe_file.recipe.engine.name != "auto":
         return resolved
     from ortlaunch.bench import auto
 
-    return auto.preview(resolved)
+    return auto.apply_known_engine(resolved)
 
 
 def unknown_micro_size_notes(resolved: ResolvedRun) -> list[str]:
     """Return notes on a micro size that is not known yet."""
-    if resolved.file.recipe.batch.micro_size != "auto":
+    if resolved.recipe_file.recipe.batch.micro_size != "auto":
         return []
     from ortlaunch.run import micro_size
 

@@ -14,7 +14,7 @@ from ortlaunch.json_types import Json
 from ortlaunch.launch_plan import BatchPlan, Plan
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.rules import resume_rules
-from ortlaunch.recipe.rules.resume_rules import OTHER_RULES, RULES, Change, changes
+from ortlaunch.recipe.rules.resume_rules import OTHER_RULES, RULES, Change, find_changes
 from ortlaunch.run_folder.folder import RunDir, read_own_json
 from ortlaunch.run_folder.lines import read_json_lines
 
@@ -105,10 +105,10 @@ def origin_changes(
     earlier_parts = {part: earlier_origin[part] for part in parts}
     present_parts = {part: present_origin[part] for part in parts}
     return [
-        *changes(_fill_defaults(earlier_origin["recipe"]), present_origin["recipe"], RULES),
+        *find_changes(_fill_defaults(earlier_origin["recipe"]), present_origin["recipe"], RULES),
         *(change for change in
-          changes(earlier_parts, present_parts, OTHER_RULES)
-          if change.field != "data.fingerprint" or not may_be_same_data(change.before, change.after)),
+          find_changes(earlier_parts, present_parts, OTHER_RULES)
+          if change.field != "data.fingerprint" or not may_be_same_data(change.old_value, change.new_value)),
         *packages,
     ]  # fmt: skip
 
@@ -128,7 +128,7 @@ def may_be_same_data(fingerprint: str | None, other_fingerprint: str | None) -> 
 
 def changes_affecting_evaluation(checkpoint: Path, origin_changes: list[Change]) -> list[Change]:
     """Return those changes that affect an evaluation of the checkpoint."""
-    return resume_rules.of_evaluation(
+    return resume_rules.changes_for_evaluation(
         origin_changes, RunDir(checkpoint.parents[1]).vocabulary.exists()
     )
 
@@ -146,7 +146,7 @@ def _package_changes(
     earlier_versions: Mapping[str, str], present_versions: Mapping[str, str]
 ) -> list[Change]:
     package_changes = (
-        changes({"packages": earlier_versions}, {"packages": present_versions}, OTHER_RULES)
+        find_changes({"packages": earlier_versions}, {"packages": present_versions}, OTHER_RULES)
         if earlier_versions and present_versions
         else []
     )

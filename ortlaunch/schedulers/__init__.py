@@ -26,7 +26,7 @@ class SchedulerEntry(NamedTuple):
     """The module of a scheduler, and the location of its run folders."""
 
     module: str
-    elsewhere: bool
+    is_elsewhere: bool
     """Whether the ranks write a run folder of their own, on volumes that this host may not have.
     The run's folder here then has the record of the job alone, and logs come from the scheduler."""
 
@@ -75,7 +75,7 @@ class QueueState(NamedTuple):
     """The state of a job in a queue."""
 
     state: JobState
-    words: str
+    state_text: str
     """The scheduler's own name of the state, with its reason."""
 
 
@@ -96,60 +96,67 @@ class Scheduler(Protocol):
     def states(self) -> dict[str, QueueState]:
         """Return the states of many jobs of this user at once; others are read by `state`."""
 
-    def state(self, job: str) -> QueueState | None:
+    def state(self, job_id: str) -> QueueState | None:
         """Return the state of the job; None if the scheduler does not know it any more."""
 
-    def cancel(self, job: str) -> None:
+    def cancel(self, job_id: str) -> None:
         """Request the end of the job.
 
         Raises:
             LaunchError: the scheduler refused.
         """
 
-    def logs(self, job: str, follow: bool) -> tuple[str, ...]:
+    def logs(self, job_id: str, follows_until_end: bool) -> tuple[str, ...]:
         """Return the command that prints the output of rank 0's node.
 
         Only for schedulers whose ranks write their folder elsewhere.
         """
 
 
-def scheduler(name: str) -> Scheduler:
+def load_scheduler(scheduler_name: str) -> Scheduler:
     """Return the scheduler of this name."""
-    return cast(Scheduler, import_module(SCHEDULERS[name].module))
+    return cast(Scheduler, import_module(SCHEDULERS[scheduler_name].module))
 
 
-def yaml_text(*documents: Mapping[str, object]) -> str:
+def format_manifests(*documents: Mapping[str, object]) -> str:
     """Return manifests as a person would write them: in order, long texts as blocks."""
     # Imported here: Slurm needs no YAML.
     import yaml
 
-    class Dumper(yaml.SafeDumper):
+    class ManifestDumper(yaml.SafeDumper):
         """A dumper for texts of several lines."""
 
-    def text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+    def represent_text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
         return dumper.represent_scalar(
             "tag:yaml.org,2002:str", value, style="|" if "\n" in value else None
         )
 
-    Dumper.add_representer(str, text)
+    ManifestDumper.add_representer(str, represent_text)
     # Without a width, YAML would break long commands into several lines.
-    return yaml.dump_all(documents, Dumper=Dumper, sort_keys=False, width=1 << 20)
+    return yaml.dump_all(documents, Dumper=ManifestDumper, sort_keys=False, width=1 << 20)
 
 
-def merged(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+def merge_fields(own_fields: Mapping[str, Any], user_fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return an object with a user's fields; lists of named items are merged by name."""
-    made = dict(ours)
-    for key, value in theirs.items():
-        there = made.get(key)
-        if isinstance(there, Mapping) and isinstance(value, Mapping):
-            made[key] = merged(there, value)
-        elif isinstance(there, list) and all(_is_named(one) for one in (*there, *value)):
-            named = {one["name"]: one for one in there}
-            named |= {one["name"]: merged(named.get(one["name"], {}), one) for one in value}
-            made[key] = list(named.values())
+    merged_object = dict(own_fields)
+    for key, value in user_fields.items():
+        own_value = merged_object.get(key)
+        if isinstance(own_value, Mapping) and isinstance(value, Mapping):
+            merged_object[key] = merge_fields(own_value, value)
+        elif isinstance(own_value, list) and all(
+            _is_named(named_item) for named_item in (*own_value, *value)
+        ):
+            item_by_name = {named_item["name"]: named_item for named_item in own_value}
+            item_by_name |= {
+                named_item["name"]: merge_fields(
+                    item_by_name.get(named_item["name"], {}), named_item
+                )
+                for named_item in value
+            }
+            merged_object[key] = list(item_by_name.values())
         else:
-            made[key] = value
-    return made
+            merged_object[key] = value
+    return merged_object
 
 
 def _is_named(item: object) -> bool:
@@ -157,38 +164,45 @@ def _is_named(item: object) -> bool:
 
 
 def run_command(
-    *argv: str, what: str, seconds: float = 60, text: str | None = None
+    *argv: str, advice: str, limit_seconds: float = 60, input_text: str | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run a scheduler's command, and return its result also after a failure.
 
     Args:
-        what: advice for a host without that command.
-        seconds: limit of the command's time.
-        text: the command's standard input; None: this process's own.
+        advice: advice for a host without that command.
+        limit_seconds: limit of the command's time.
+        input_text: the command's standard input; None: this process's own.
 
     Raises:
         MissingDependency: the command is not installed here.
         LaunchError: it does not answer in time.
     """
     if shutil.which(argv[0]) is None:
-        raise MissingDependency(f"{argv[0]} not found: {what}; --dry-run prints the job anywhere")
+        raise MissingDependency(f"{argv[0]} not found: {advice}; --dry-run prints the job anywhere")
     try:
         return subprocess.run(
-            argv, capture_output=True, text=True, timeout=seconds, check=False, input=text
+            argv,
+            capture_output=True,
+            text=True,
+            timeout=limit_seconds,
+            check=False,
+            input=input_text,
         )
     except subprocess.TimeoutExpired:
         raise LaunchError(
-            f"{argv[0]} did not answer within {seconds:.0f} s; is its server up?"
+            f"{argv[0]} did not answer within {limit_seconds:.0f} s; is its server up?"
         ) from None
 
 
-def command_output(*argv: str, what: str, text: str | None = None) -> str:
+def command_output(*argv: str, advice: str, input_text: str | None = None) -> str:
     """Run a scheduler's command that must succeed, and return its output.
 
     Raises:
         LaunchError: it failed, with its own message.
     """
-    ended = run_command(*argv, what=what, text=text)
-    if ended.returncode:
-        raise LaunchError(f"{' '.join(argv[:3])}: {ended.stderr.strip() or ended.stdout.strip()}")
-    return ended.stdout
+    completed = run_command(*argv, advice=advice, input_text=input_text)
+    if completed.returncode:
+        raise LaunchError(
+            f"{' '.join(argv[:3])}: {completed.stderr.strip() or completed.stdout.strip()}"
+        )
+    return completed.stdout

@@ -13,14 +13,20 @@ from collections.abc import Iterator
 from ortlaunch.json_types import Json
 from ortlaunch.launch import JobState, LaunchRequest
 from ortlaunch.rank import JOB_VARIABLE
-from ortlaunch.schedulers import QueuedRun, QueueState, command_output, merged, yaml_text
+from ortlaunch.schedulers import (
+    QueuedRun,
+    QueueState,
+    command_output,
+    format_manifests,
+    merge_fields,
+)
 
 __all__ = ["cancel", "logs", "request", "state", "states", "submit"]
 
 _SCHEMA = "https://azuremlschemas.azureedge.net/latest/commandJob.schema.json"
-_WHAT = "use a host with `az extension add --name ml`"
+_HOST_ADVICE = "use a host with `az extension add --name ml`"
 # Azure ML's states of a job. CancelRequested still runs.
-_STATES = {
+_STATE_BY_WORD = {
     **dict.fromkeys(
         ("NotStarted", "Starting", "Provisioning", "Preparing", "Queued", "Paused"),
         JobState.PENDING,
@@ -36,61 +42,85 @@ _STATES = {
 
 def request(job: QueuedRun) -> LaunchRequest:
     """Return the az command that prints the job's name, with the description in the run folder."""
-    own = job.options["azureml"]
-    path = str(job.run.manifest)
-    where = _where(own["resource_group"] or "", own["workspace"] or "")
-    argv = ("az", "ml", "job", "create", f"--file={path}", *where, "--query=name", "--output=tsv")
-    return LaunchRequest(argv, files=((path, manifest(job)),))
+    azureml_options = job.options["azureml"]
+    manifest_path = str(job.run.manifest)
+    workspace_options = _workspace_options(
+        azureml_options["resource_group"] or "", azureml_options["workspace"] or ""
+    )
+    argv = (
+        "az",
+        "ml",
+        "job",
+        "create",
+        f"--file={manifest_path}",
+        *workspace_options,
+        "--query=name",
+        "--output=tsv",
+    )
+    return LaunchRequest(argv, files=((manifest_path, job_manifest(job)),))
 
 
-def manifest(job: QueuedRun) -> str:
+def job_manifest(job: QueuedRun) -> str:
     """Return the text of the job for `az ml job create` and azure-ai-ml's load_job."""
-    return f"{job.headline}\n{yaml_text(merged(description(job), job.options['azureml']['job']))}"
+    return f"{job.headline}\n{format_manifests(merge_fields(job_description(job), job.options['azureml']['job']))}"
 
 
-def description(job: QueuedRun) -> Json:
+def job_description(job: QueuedRun) -> Json:
     """Return the job; paths of files are those of this machine, and az uploads the files."""
-    own = job.options["azureml"]
+    azureml_options = job.options["azureml"]
     plan = job.plan
     # Else it is the name of an environment that is registered in Azure ML.
-    is_image = not own["environment"].startswith("azureml:")
+    is_image = not azureml_options["environment"].startswith("azureml:")
     return {
         "$schema": _SCHEMA,
         "type": "command",
         "display_name": job.run.path.name,
-        "experiment_name": own["experiment"] or plan.name,
-        "command": _command(job),
-        **({"code": os.path.join(job.folder, own["code"])} if own["code"] else {}),
-        "environment": {"image": own["environment"]} if is_image else own["environment"],
-        "compute": own["compute"],
-        "resources": {"instance_count": len(plan.nodes), "shm_size": own["shared_memory"]},
+        "experiment_name": azureml_options["experiment"] or plan.name,
+        "command": _rank_command(job),
+        **(
+            {"code": os.path.join(job.folder, azureml_options["code"])}
+            if azureml_options["code"]
+            else {}
+        ),
+        "environment": {"image": azureml_options["environment"]}
+        if is_image
+        else azureml_options["environment"],
+        "compute": azureml_options["compute"],
+        "resources": {
+            "instance_count": len(plan.nodes),
+            "shm_size": azureml_options["shared_memory"],
+        },
         "distribution": {
-            "type": own["distribution"],
+            "type": azureml_options["distribution"],
             "process_count_per_instance": plan.nodes[0].slots,
         },
-        "environment_variables": dict(_variables(job)),
-        "inputs": dict(_inputs(job)),
-        "outputs": {"runs": {"type": "uri_folder", "path": own["runs"], "mode": "rw_mount"}},
+        "environment_variables": dict(_rank_variables(job)),
+        "inputs": dict(_job_inputs(job)),
+        "outputs": {
+            "runs": {"type": "uri_folder", "path": azureml_options["runs"], "mode": "rw_mount"}
+        },
     }
 
 
-def _command(job: QueuedRun) -> str:
+def _rank_command(job: QueuedRun) -> str:
     """Return the command of each rank."""
-    into = 'cd "${{inputs.data}}" && ' if job.options["azureml"]["data"] else ""
-    folder = f'"${{{{outputs.runs}}}}"/{shlex.quote(job.run.path.name)}'
+    change_folder_text = 'cd "${{inputs.data}}" && ' if job.options["azureml"]["data"] else ""
+    run_folder = f'"${{{{outputs.runs}}}}"/{shlex.quote(job.run.path.name)}'
     # Azure ML's shell fills in the job's id, which is unknown before the submission.
-    named = f"{JOB_VARIABLE}=azureml:{_place(job)}/$AZUREML_RUN_ID"
-    train = f'{into}ortlaunch train "${{{{inputs.recipe}}}}" --run-dir {folder}'
-    return f'export ORTLAUNCH_MODULES="$PWD" {named} && {train}'
+    job_variable = f"{JOB_VARIABLE}=azureml:{_group_and_workspace(job)}/$AZUREML_RUN_ID"
+    train_command = (
+        f'{change_folder_text}ortlaunch train "${{{{inputs.recipe}}}}" --run-dir {run_folder}'
+    )
+    return f'export ORTLAUNCH_MODULES="$PWD" {job_variable} && {train_command}'
 
 
-def _variables(job: QueuedRun) -> Iterator[tuple[str, str]]:
+def _rank_variables(job: QueuedRun) -> Iterator[tuple[str, str]]:
     """Yield the only variable of torchrun that Azure ML's PyTorch distribution does not set."""
     if job.options["azureml"]["distribution"] == "pytorch":
         yield "LOCAL_WORLD_SIZE", str(job.plan.nodes[0].slots)
 
 
-def _inputs(job: QueuedRun) -> Iterator[tuple[str, dict[str, str]]]:
+def _job_inputs(job: QueuedRun) -> Iterator[tuple[str, dict[str, str]]]:
     yield "recipe", {"type": "uri_file", "path": str(job.run.submitted), "mode": "ro_mount"}
     if job.options["azureml"]["data"]:
         yield (
@@ -99,28 +129,28 @@ def _inputs(job: QueuedRun) -> Iterator[tuple[str, dict[str, str]]]:
         )
 
 
-def _place(job: QueuedRun) -> str:
-    own = job.options["azureml"]
-    return f"{own['resource_group'] or ''}/{own['workspace'] or ''}"
+def _group_and_workspace(job: QueuedRun) -> str:
+    azureml_options = job.options["azureml"]
+    return f"{azureml_options['resource_group'] or ''}/{azureml_options['workspace'] or ''}"
 
 
-def _where(group: str, workspace: str) -> tuple[str, ...]:
-    given = (("--resource-group", group), ("--workspace-name", workspace))
-    return tuple(f"{name}={value}" for name, value in given if value)
+def _workspace_options(resource_group: str, workspace: str) -> tuple[str, ...]:
+    option_values = (("--resource-group", resource_group), ("--workspace-name", workspace))
+    return tuple(f"{name}={value}" for name, value in option_values if value)
 
 
-def _named(job: str) -> tuple[str, ...]:
-    group, workspace, name = job.split("/")
-    return (f"--name={name}", *_where(group, workspace))
+def _job_options(job_id: str) -> tuple[str, ...]:
+    resource_group, workspace, job_name = job_id.split("/")
+    return (f"--name={job_name}", *_workspace_options(resource_group, workspace))
 
 
 def submit(request: LaunchRequest) -> str:
     """Write the description, create the job and return its id."""
     request.write_files()
     # The id has the group and the workspace of the request; they are empty if az has defaults.
-    given = dict(word.split("=", 1) for word in request.argv if "=" in word)
-    name = command_output(*request.argv, what=_WHAT).strip()
-    return f"{given.get('--resource-group', '')}/{given.get('--workspace-name', '')}/{name}"
+    option_values = dict(word.split("=", 1) for word in request.argv if "=" in word)
+    job_name = command_output(*request.argv, advice=_HOST_ADVICE).strip()
+    return f"{option_values.get('--resource-group', '')}/{option_values.get('--workspace-name', '')}/{job_name}"
 
 
 def states() -> dict[str, QueueState]:
@@ -128,19 +158,26 @@ def states() -> dict[str, QueueState]:
     return {}
 
 
-def state(job: str) -> QueueState | None:
+def state(job_id: str) -> QueueState | None:
     """Return the state in the workspace; an unknown one counts as running."""
-    word = command_output(
-        "az", "ml", "job", "show", *_named(job), "--query=status", "--output=tsv", what=_WHAT
+    state_word = command_output(
+        "az",
+        "ml",
+        "job",
+        "show",
+        *_job_options(job_id),
+        "--query=status",
+        "--output=tsv",
+        advice=_HOST_ADVICE,
     ).strip()
-    return QueueState(_STATES.get(word, JobState.RUNNING), word)
+    return QueueState(_STATE_BY_WORD.get(state_word, JobState.RUNNING), state_word)
 
 
-def cancel(job: str) -> None:
+def cancel(job_id: str) -> None:
     """Request the end of the job."""
-    command_output("az", "ml", "job", "cancel", *_named(job), what=_WHAT)
+    command_output("az", "ml", "job", "cancel", *_job_options(job_id), advice=_HOST_ADVICE)
 
 
-def logs(job: str, follow: bool) -> tuple[str, ...]:
+def logs(job_id: str, follows_until_end: bool) -> tuple[str, ...]:
     """Return the az command, which always follows the logs until the end."""
-    return ("az", "ml", "job", "stream", *_named(job))
+    return ("az", "ml", "job", "stream", *_job_options(job_id))

@@ -14,244 +14,308 @@ from typing import Any
 from ortlaunch.errors import LaunchError
 from ortlaunch.launch import JobState, LaunchRequest
 from ortlaunch.rank import EXIT_SAVED, JOB_VARIABLE, NO_FAULT
-from ortlaunch.schedulers import QueuedRun, QueueState, command_output, merged, yaml_text
+from ortlaunch.schedulers import (
+    QueuedRun,
+    QueueState,
+    command_output,
+    format_manifests,
+    merge_fields,
+)
 
 __all__ = ["cancel", "logs", "request", "state", "states", "submit"]
 
-Object = dict[str, object]
+ManifestObject = dict[str, object]
 _RESOURCES = {"job": "job.batch", "trainjob": "trainjob.trainer.kubeflow.org"}
 # The container of a TrainJob is named by the runtime.
 _CONTAINERS = {"job": "train", "trainjob": "node"}
-_LABEL = "ortlaunch.run"
-_INDEX = "batch.kubernetes.io/job-completion-index=0"
+_RUN_LABEL = "ortlaunch.run"
+_FIRST_POD_LABEL = "batch.kubernetes.io/job-completion-index=0"
 _RECIPE_FOLDER = "/etc/ortlaunch"
 # Seconds from the end of the ranks' grace to SIGKILL.
 _CLEAN_UP_SECONDS = 15
 # Of the 63 letters of a host's name: the number of the pod is added.
-_LONGEST = 50
+_LONGEST_NAME = 50
 # The end of a run folder's name, which keeps shortened names distinct.
-_TIME = len("-20260101-000000")
-_WHAT = "use a host whose kubectl reaches the cluster"
+_TIME_LENGTH = len("-20260101-000000")
+_HOST_ADVICE = "use a host whose kubectl reaches the cluster"
 
 
 def request(job: QueuedRun) -> LaunchRequest:
     """Return the kubectl command, with the manifest in the run folder."""
-    path = str(job.run.manifest)
+    manifest_path = str(job.run.manifest)
     namespace = job.options["kubernetes"]["namespace"]
-    argv = ("kubectl", "create", f"--namespace={namespace}", f"--filename={path}", "--output=name")
-    return LaunchRequest(argv, files=((path, manifest(job)),))
+    argv = (
+        "kubectl",
+        "create",
+        f"--namespace={namespace}",
+        f"--filename={manifest_path}",
+        "--output=name",
+    )
+    return LaunchRequest(argv, files=((manifest_path, job_manifest(job)),))
 
 
-def manifest(job: QueuedRun) -> str:
+def job_manifest(job: QueuedRun) -> str:
     """Return the text of all objects: the recipe, the name of the first pod's host, and the job."""
-    return f"{job.headline}\n{yaml_text(*objects(job))}"
+    return f"{job.headline}\n{format_manifests(*manifest_objects(job))}"
 
 
-def objects(job: QueuedRun) -> list[Object]:
+def manifest_objects(job: QueuedRun) -> list[ManifestObject]:
     """Return the objects of the manifest."""
-    own = job.options["kubernetes"]
-    made = [_object("v1", "ConfigMap", job, data={"recipe.yaml": job.recipe})]
-    if own["kind"] == "trainjob":
-        spec = merged(_trainjob(job), own["job"])
-        return [*made, _object("trainer.kubeflow.org/v1alpha1", "TrainJob", job, spec=spec)]
+    kubernetes_options = job.options["kubernetes"]
+    first_objects = [_manifest_object("v1", "ConfigMap", job, data={"recipe.yaml": job.recipe})]
+    if kubernetes_options["kind"] == "trainjob":
+        spec = merge_fields(_trainjob_spec(job), kubernetes_options["job"])
+        return [
+            *first_objects,
+            _manifest_object("trainer.kubeflow.org/v1alpha1", "TrainJob", job, spec=spec),
+        ]
     # A service without an address: it gives each pod a host name, before the pod is ready.
     if len(job.plan.nodes) > 1:
-        names = {
+        service_spec = {
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
-            "selector": {_LABEL: name_of(job)},
+            "selector": {_RUN_LABEL: resource_name(job)},
         }
-        made.append(_object("v1", "Service", job, spec=names))
-    return [*made, _object("batch/v1", "Job", job, spec=merged(_job(job), own["job"]))]
+        first_objects.append(_manifest_object("v1", "Service", job, spec=service_spec))
+    return [
+        *first_objects,
+        _manifest_object(
+            "batch/v1", "Job", job, spec=merge_fields(_job_spec(job), kubernetes_options["job"])
+        ),
+    ]
 
 
-def name_of(job: QueuedRun) -> str:
+def resource_name(job: QueuedRun) -> str:
     """Return the run folder's name, changed to a valid host name."""
     name = re.sub("[^a-z0-9]+", "-", job.run.path.name.lower()).strip("-") or "run"
     name = name if name[0].isalpha() else f"run-{name}"
     return (
-        name if len(name) <= _LONGEST else f"{name[: _LONGEST - _TIME].rstrip('-')}{name[-_TIME:]}"
+        name
+        if len(name) <= _LONGEST_NAME
+        else f"{name[: _LONGEST_NAME - _TIME_LENGTH].rstrip('-')}{name[-_TIME_LENGTH:]}"
     )
 
 
-def _object(version: str, kind: str, job: QueuedRun, **parts: Any) -> Object:
-    own = job.options["kubernetes"]
-    name = name_of(job)
-    labels = {"app.kubernetes.io/managed-by": "ortlaunch", **_labels(job)}
+def _manifest_object(
+    api_version: str, object_kind: str, job: QueuedRun, **object_fields: Any
+) -> ManifestObject:
+    kubernetes_options = job.options["kubernetes"]
+    object_name = resource_name(job)
+    labels = {"app.kubernetes.io/managed-by": "ortlaunch", **_object_labels(job)}
     # Kueue admits the job when its queue has room.
-    if own["queue"] and kind in ("Job", "TrainJob"):
-        labels["kueue.x-k8s.io/queue-name"] = own["queue"]
-    metadata = {"name": name, "namespace": own["namespace"], "labels": labels, **_notes(job)}
-    return {"apiVersion": version, "kind": kind, "metadata": metadata, **parts}
+    if kubernetes_options["queue"] and object_kind in ("Job", "TrainJob"):
+        labels["kueue.x-k8s.io/queue-name"] = kubernetes_options["queue"]
+    metadata = {
+        "name": object_name,
+        "namespace": kubernetes_options["namespace"],
+        "labels": labels,
+        **_annotation_field(job),
+    }
+    return {"apiVersion": api_version, "kind": object_kind, "metadata": metadata, **object_fields}
 
 
-def _labels(job: QueuedRun) -> dict[str, str]:
-    return {**job.options["kubernetes"]["labels"], _LABEL: name_of(job)}
+def _object_labels(job: QueuedRun) -> dict[str, str]:
+    return {**job.options["kubernetes"]["labels"], _RUN_LABEL: resource_name(job)}
 
 
-def _notes(job: QueuedRun) -> Object:
-    own = job.options["kubernetes"]["annotations"]
-    return {"annotations": dict(own)} if own else {}
+def _annotation_field(job: QueuedRun) -> ManifestObject:
+    annotations = job.options["kubernetes"]["annotations"]
+    return {"annotations": dict(annotations)} if annotations else {}
 
 
-def _job(job: QueuedRun) -> Object:
-    count = len(job.plan.nodes)
-    pod = {**_pod(job), "restartPolicy": "Never"}
-    if count > 1:
-        pod["subdomain"] = name_of(job)
-    pod["containers"] = [
-        {"name": _CONTAINERS["job"], **_container(job), "volumeMounts": _mounts(job)}
+def _job_spec(job: QueuedRun) -> ManifestObject:
+    node_count = len(job.plan.nodes)
+    pod_spec = {**_pod_spec(job), "restartPolicy": "Never"}
+    if node_count > 1:
+        pod_spec["subdomain"] = resource_name(job)
+    pod_spec["containers"] = [
+        {"name": _CONTAINERS["job"], **_container_spec(job), "volumeMounts": _volume_mounts(job)}
     ]
-    pod = merged(pod, job.options["kubernetes"]["pod"])
+    pod_spec = merge_fields(pod_spec, job.options["kubernetes"]["pod"])
     return {
         "completionMode": "Indexed",
-        "completions": count,
-        "parallelism": count,
+        "completions": node_count,
+        "parallelism": node_count,
         "backoffLimit": job.restarts,
-        "podFailurePolicy": {"rules": list(_failures(job))},
-        "template": {"metadata": {"labels": _labels(job), **_notes(job)}, "spec": pod},
+        "podFailurePolicy": {"rules": list(_failure_rules(job))},
+        "template": {
+            "metadata": {"labels": _object_labels(job), **_annotation_field(job)},
+            "spec": pod_spec,
+        },
     }
 
 
-def _failures(job: QueuedRun) -> Iterator[Object]:
+def _failure_rules(job: QueuedRun) -> Iterator[ManifestObject]:
     """Yield the rules for failed pods.
 
     A pod whose ranks have saved, or whose node was removed, is created again. Any other failure
     ends the run. With restarts it counts towards `backoffLimit`, unless another start is useless.
     """
     if job.options["requeue"]:
-        codes = {"containerName": _CONTAINERS["job"], "operator": "In", "values": [EXIT_SAVED]}
-        yield {"action": "Ignore", "onExitCodes": codes}
+        saved_codes = {
+            "containerName": _CONTAINERS["job"],
+            "operator": "In",
+            "values": [EXIT_SAVED],
+        }
+        yield {"action": "Ignore", "onExitCodes": saved_codes}
         yield {
             "action": "Ignore",
             "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
         }
-    final = (
+    final_codes = (
         {"operator": "In", "values": sorted(NO_FAULT)}
         if job.restarts
         else {"operator": "NotIn", "values": [0]}
     )
-    yield {"action": "FailJob", "onExitCodes": {"containerName": _CONTAINERS["job"], **final}}
+    yield {"action": "FailJob", "onExitCodes": {"containerName": _CONTAINERS["job"], **final_codes}}
 
 
-def _trainjob(job: QueuedRun) -> Object:
+def _trainjob_spec(job: QueuedRun) -> ManifestObject:
     """Return the spec of a TrainJob."""
     # The runtime has the failure policy; a patch has no field for one.
-    own = job.options["kubernetes"]
-    container = _container(job)
-    folder = container.pop("workingDir")
+    kubernetes_options = job.options["kubernetes"]
+    container_spec = _container_spec(job)
+    working_folder = container_spec.pop("workingDir")
     trainer = {
-        "image": container.pop("image"),
-        "command": [*_SHELL, folder],
-        "args": container.pop("command"),
+        "image": container_spec.pop("image"),
+        "command": [*_SHELL, working_folder],
+        "args": container_spec.pop("command"),
         "numNodes": len(job.plan.nodes),
         "numProcPerNode": job.plan.nodes[0].slots,
-        "resourcesPerNode": container.pop("resources"),
-        "env": container.pop("env"),
+        "resourcesPerNode": container_spec.pop("resources"),
+        "env": container_spec.pop("env"),
     }
-    pod = {
-        **_pod(job),
-        "containers": [{"name": _CONTAINERS["trainjob"], "volumeMounts": _mounts(job)}],
+    pod_spec = {
+        **_pod_spec(job),
+        "containers": [{"name": _CONTAINERS["trainjob"], "volumeMounts": _volume_mounts(job)}],
     }
     # The schema of Kubeflow Trainer 2.2 has no such field.
-    if own["trainer"] == "v2.2":
-        del pod["terminationGracePeriodSeconds"]
-    template: Object = {"spec": merged(pod, own["pod"])}
-    if own["labels"] or own["annotations"]:
-        template["metadata"] = {"labels": dict(own["labels"]), **_notes(job)}
-    nodes = {"name": "node", "template": {"spec": {"template": template}}}
-    patch = {"template": {"spec": {"replicatedJobs": [nodes]}}}
+    if kubernetes_options["trainer"] == "v2.2":
+        del pod_spec["terminationGracePeriodSeconds"]
+    template: ManifestObject = {"spec": merge_fields(pod_spec, kubernetes_options["pod"])}
+    if kubernetes_options["labels"] or kubernetes_options["annotations"]:
+        template["metadata"] = {
+            "labels": dict(kubernetes_options["labels"]),
+            **_annotation_field(job),
+        }
+    replicated_job = {"name": "node", "template": {"spec": {"template": template}}}
+    patch = {"template": {"spec": {"replicatedJobs": [replicated_job]}}}
     patches = [{"manager": "ortlaunch/submit", "trainingRuntimeSpec": patch}]
-    return {"runtimeRef": {"name": own["runtime"]}, "trainer": trainer, "runtimePatches": patches}
+    return {
+        "runtimeRef": {"name": kubernetes_options["runtime"]},
+        "trainer": trainer,
+        "runtimePatches": patches,
+    }
 
 
 # A TrainJob has no field for the working folder: the shell changes to it, its argument 0.
 _SHELL = ("sh", "-c", 'cd "$0" && exec "$@"')
 
 
-def _pod(job: QueuedRun) -> Object:
+def _pod_spec(job: QueuedRun) -> ManifestObject:
     """Return the parts of a pod that both kinds share, without its container."""
-    own = job.options["kubernetes"]
-    pod: Object = {"terminationGracePeriodSeconds": job.plan.grace_seconds + _CLEAN_UP_SECONDS}
-    if own["node_selector"]:
-        pod["nodeSelector"] = dict(own["node_selector"])
-    if own["service_account"]:
-        pod["serviceAccountName"] = own["service_account"]
-    claims = [
-        {"name": f"data-{n}", "persistentVolumeClaim": {"claimName": name}}
-        for n, name in enumerate(own["volumes"])
+    kubernetes_options = job.options["kubernetes"]
+    pod_spec: ManifestObject = {
+        "terminationGracePeriodSeconds": job.plan.grace_seconds + _CLEAN_UP_SECONDS
+    }
+    if kubernetes_options["node_selector"]:
+        pod_spec["nodeSelector"] = dict(kubernetes_options["node_selector"])
+    if kubernetes_options["service_account"]:
+        pod_spec["serviceAccountName"] = kubernetes_options["service_account"]
+    volume_claims = [
+        {"name": f"data-{volume_index}", "persistentVolumeClaim": {"claimName": name}}
+        for volume_index, name in enumerate(kubernetes_options["volumes"])
     ]
     # The container runtime's default for /dev/shm is 64 MiB, too little for data loaders and NCCL.
-    memory = {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": own["shared_memory"]}}
-    pod["volumes"] = [{"name": "recipe", "configMap": {"name": name_of(job)}}, memory, *claims]
-    return pod
+    memory_volume = {
+        "name": "shm",
+        "emptyDir": {"medium": "Memory", "sizeLimit": kubernetes_options["shared_memory"]},
+    }
+    pod_spec["volumes"] = [
+        {"name": "recipe", "configMap": {"name": resource_name(job)}},
+        memory_volume,
+        *volume_claims,
+    ]
+    return pod_spec
 
 
-def _mounts(job: QueuedRun) -> list[Object]:
+def _volume_mounts(job: QueuedRun) -> list[ManifestObject]:
     paths = list(job.options["kubernetes"]["volumes"].values())
-    claims = [{"name": f"data-{n}", "mountPath": path} for n, path in enumerate(paths)]
-    recipe = {"name": "recipe", "mountPath": _RECIPE_FOLDER, "readOnly": True}
-    return [recipe, {"name": "shm", "mountPath": "/dev/shm"}, *claims]
+    claim_mounts = [
+        {"name": f"data-{volume_index}", "mountPath": path}
+        for volume_index, path in enumerate(paths)
+    ]
+    recipe_mount = {"name": "recipe", "mountPath": _RECIPE_FOLDER, "readOnly": True}
+    return [recipe_mount, {"name": "shm", "mountPath": "/dev/shm"}, *claim_mounts]
 
 
-def _container(job: QueuedRun) -> Object:
-    own = job.options["kubernetes"]
+def _container_spec(job: QueuedRun) -> ManifestObject:
+    kubernetes_options = job.options["kubernetes"]
     return {
-        "image": own["image"],
-        "command": list(_command(job)),
-        "workingDir": own["workdir"],
-        "env": list(_variables(job)),
-        "resources": {"limits": dict(_limits(job))},
+        "image": kubernetes_options["image"],
+        "command": list(_node_command(job)),
+        "workingDir": kubernetes_options["workdir"],
+        "env": list(_container_variables(job)),
+        "resources": {"limits": dict(_resource_limits(job))},
     }
 
 
-def _command(job: QueuedRun) -> tuple[str, ...]:
+def _node_command(job: QueuedRun) -> tuple[str, ...]:
     """Return the command that starts a node's ranks."""
     # A TrainJob sets the first node's address itself.
-    own = job.options["kubernetes"]
-    name = name_of(job)
+    kubernetes_options = job.options["kubernetes"]
+    job_name = resource_name(job)
     plan = job.plan
-    master = (f"--master={name}-0.{name}",) if own["kind"] == "job" and len(plan.nodes) > 1 else ()
-    node = (
+    master_option = (
+        (f"--master={job_name}-0.{job_name}",)
+        if kubernetes_options["kind"] == "job" and len(plan.nodes) > 1
+        else ()
+    )
+    node_argv = (
         "python3",
         "-m",
         "ortlaunch.launch.node",
         f"--nodes={len(plan.nodes)}",
         f"--ranks={plan.nodes[0].slots}",
     )
-    folder = f"{own['runs'].rstrip('/')}/{job.run.path.name}"
+    run_folder = f"{kubernetes_options['runs'].rstrip('/')}/{job.run.path.name}"
     return (
-        *node,
-        *master,
+        *node_argv,
+        *master_option,
         "--",
         "ortlaunch",
         "train",
         f"{_RECIPE_FOLDER}/recipe.yaml",
         "--run-dir",
-        folder,
+        run_folder,
     )
 
 
-def _variables(job: QueuedRun) -> Iterator[Object]:
-    own = job.options["kubernetes"]
-    yield {"name": "ORTLAUNCH_MODULES", "value": own["workdir"]}
-    yield {"name": JOB_VARIABLE, "value": f"kubernetes:{_id(job)}"}
-    for name in job.secrets:
-        yield {"name": name, "valueFrom": {"secretKeyRef": {"name": own["secret"], "key": name}}}
+def _container_variables(job: QueuedRun) -> Iterator[ManifestObject]:
+    kubernetes_options = job.options["kubernetes"]
+    yield {"name": "ORTLAUNCH_MODULES", "value": kubernetes_options["workdir"]}
+    yield {"name": JOB_VARIABLE, "value": f"kubernetes:{_job_id(job)}"}
+    for secret_name in job.secrets:
+        yield {
+            "name": secret_name,
+            "valueFrom": {
+                "secretKeyRef": {"name": kubernetes_options["secret"], "key": secret_name}
+            },
+        }
 
 
-def _limits(job: QueuedRun) -> Iterator[tuple[str, str]]:
-    own = job.options["kubernetes"]
+def _resource_limits(job: QueuedRun) -> Iterator[tuple[str, str]]:
+    kubernetes_options = job.options["kubernetes"]
     if job.plan.device == "cuda":
-        yield own["gpu"], str(job.plan.nodes[0].slots)
-    for name in ("cpu", "memory"):
-        if own[name] is not None:
-            yield name, own[name]
+        yield kubernetes_options["gpu"], str(job.plan.nodes[0].slots)
+    for resource in ("cpu", "memory"):
+        if kubernetes_options[resource] is not None:
+            yield resource, kubernetes_options[resource]
 
 
-def _id(job: QueuedRun) -> str:
-    own = job.options["kubernetes"]
-    return f"{own['namespace']}/{_RESOURCES[own['kind']]}/{name_of(job)}"
+def _job_id(job: QueuedRun) -> str:
+    kubernetes_options = job.options["kubernetes"]
+    return f"{kubernetes_options['namespace']}/{_RESOURCES[kubernetes_options['kind']]}/{resource_name(job)}"
 
 
 def submit(request: LaunchRequest) -> str:
@@ -263,21 +327,27 @@ def submit(request: LaunchRequest) -> str:
     import yaml
 
     request.write_files()
-    *others, own = yaml.safe_load_all(request.files[0][1])
-    namespace = own["metadata"]["namespace"]
-    create = ("kubectl", "create", f"--namespace={namespace}", "--filename=-", "--output=json")
-    made = json.loads(command_output(*create, what=_WHAT, text=yaml_text(own)))
-    owner = {key: own[key] for key in ("apiVersion", "kind")}
-    owner |= {key: made["metadata"][key] for key in ("name", "uid")}
-    for each in others:
-        each["metadata"]["ownerReferences"] = [owner]
-    job = f"{namespace}/{_RESOURCES[own['kind'].lower()]}/{made['metadata']['name']}"
+    *other_objects, job_object = yaml.safe_load_all(request.files[0][1])
+    namespace = job_object["metadata"]["namespace"]
+    create_argv = ("kubectl", "create", f"--namespace={namespace}", "--filename=-", "--output=json")
+    created_object = json.loads(
+        command_output(*create_argv, advice=_HOST_ADVICE, input_text=format_manifests(job_object))
+    )
+    owner = {key: job_object[key] for key in ("apiVersion", "kind")}
+    owner |= {key: created_object["metadata"][key] for key in ("name", "uid")}
+    for other_object in other_objects:
+        other_object["metadata"]["ownerReferences"] = [owner]
+    job_id = (
+        f"{namespace}/{_RESOURCES[job_object['kind'].lower()]}/{created_object['metadata']['name']}"
+    )
     try:
-        command_output(*create, what=_WHAT, text=yaml_text(*others))
+        command_output(
+            *create_argv, advice=_HOST_ADVICE, input_text=format_manifests(*other_objects)
+        )
     except LaunchError:
-        cancel(job)
+        cancel(job_id)
         raise
-    return job
+    return job_id
 
 
 def states() -> dict[str, QueueState]:
@@ -285,9 +355,9 @@ def states() -> dict[str, QueueState]:
     return {}
 
 
-def state(job: str) -> QueueState | None:
+def state(job_id: str) -> QueueState | None:
     """Return the state by the job's conditions, else by its pods; None if the job is unknown."""
-    namespace, _, resource = job.partition("/")
+    namespace, _, resource = job_id.partition("/")
     text = command_output(
         "kubectl",
         "get",
@@ -295,71 +365,83 @@ def state(job: str) -> QueueState | None:
         f"--namespace={namespace}",
         "--output=json",
         "--ignore-not-found",
-        what=_WHAT,
+        advice=_HOST_ADVICE,
     )
     return state_in_object(json.loads(text)) if text.strip() else None
 
 
-def state_in_object(found: Mapping[str, Any]) -> QueueState:
+def state_in_object(job_object: Mapping[str, Any]) -> QueueState:
     """Return the state of a Job or TrainJob from `kubectl get --output=json`."""
-    status = found.get("status", {})
+    status = job_object.get("status", {})
     conditions = {
-        one["type"]: one for one in status.get("conditions", ()) if one["status"] == "True"
+        condition["type"]: condition
+        for condition in status.get("conditions", ())
+        if condition["status"] == "True"
     }
-    for kind in ("Complete", "SuccessCriteriaMet"):
-        if kind in conditions:
-            return QueueState(JobState.SUCCEEDED, kind)
-    for kind in ("Failed", "FailureTarget"):
-        if kind in conditions:
-            return _failed(_words(kind, conditions[kind]))
-    if "deletionTimestamp" in found["metadata"]:
+    for condition_type in ("Complete", "SuccessCriteriaMet"):
+        if condition_type in conditions:
+            return QueueState(JobState.SUCCEEDED, condition_type)
+    for condition_type in ("Failed", "FailureTarget"):
+        if condition_type in conditions:
+            return _failed_state(_condition_text(condition_type, conditions[condition_type]))
+    if "deletionTimestamp" in job_object["metadata"]:
         return QueueState(JobState.RUNNING, "being deleted")
     if "Suspended" in conditions:
-        return QueueState(JobState.PENDING, _words("Suspended", conditions["Suspended"]))
+        return QueueState(JobState.PENDING, _condition_text("Suspended", conditions["Suspended"]))
     # A Job counts its own pods, a TrainJob has the counts of its Jobs.
-    ready = int(status.get("ready", 0)) + sum(
-        int(one.get("ready", 0)) for one in status.get("jobsStatus", ())
+    ready_count = int(status.get("ready", 0)) + sum(
+        int(condition.get("ready", 0)) for condition in status.get("jobsStatus", ())
     )
     return (
         QueueState(JobState.RUNNING, "pods are ready")
-        if ready
+        if ready_count
         else QueueState(JobState.PENDING, "no pod is ready")
     )
 
 
-def _failed(words: str) -> QueueState:
-    saved = re.search(rf"exit code {EXIT_SAVED}\b", words)
-    return QueueState(JobState.PREEMPTED if saved else JobState.FAILED, words)
+def _failed_state(condition_text: str) -> QueueState:
+    has_saved_status = re.search(rf"exit code {EXIT_SAVED}\b", condition_text)
+    return QueueState(JobState.PREEMPTED if has_saved_status else JobState.FAILED, condition_text)
 
 
-def _words(kind: str, condition: Mapping[str, Any]) -> str:
-    why = ", ".join(condition[name] for name in ("reason", "message") if condition.get(name))
-    return f"{kind} ({why})" if why else kind
+def _condition_text(condition_type: str, condition: Mapping[str, Any]) -> str:
+    reason = ", ".join(condition[name] for name in ("reason", "message") if condition.get(name))
+    return f"{condition_type} ({reason})" if reason else condition_type
 
 
-def cancel(job: str) -> None:
+def cancel(job_id: str) -> None:
     """Delete the job and its recipe: pods get SIGTERM and their grace to save."""
-    namespace, resource, name = job.split("/")
-    rest = (f"configmap/{name}", f"service/{name}")
+    namespace, resource, name = job_id.split("/")
+    other_resources = (f"configmap/{name}", f"service/{name}")
     options = (
         f"--namespace={namespace}",
         "--cascade=foreground",
         "--wait=false",
         "--ignore-not-found",
     )
-    command_output("kubectl", "delete", f"{resource}/{name}", *rest, *options, what=_WHAT)
+    command_output(
+        "kubectl", "delete", f"{resource}/{name}", *other_resources, *options, advice=_HOST_ADVICE
+    )
 
 
-def logs(job: str, follow: bool) -> tuple[str, ...]:
+def logs(job_id: str, follows_until_end: bool) -> tuple[str, ...]:
     """Return the command for the first pod's logs: rank 0's output, and errors of its node."""
-    namespace, resource, name = job.split("/")
-    kind = next(kind for kind, known in _RESOURCES.items() if known == resource)
-    owner = f"{_LABEL}={name}" if kind == "job" else f"jobset.sigs.k8s.io/jobset-name={name}"
+    namespace, resource, name = job_id.split("/")
+    job_kind = next(
+        job_kind for job_kind, job_resource in _RESOURCES.items() if job_resource == resource
+    )
+    pod_selector = (
+        f"{_RUN_LABEL}={name}" if job_kind == "job" else f"jobset.sigs.k8s.io/jobset-name={name}"
+    )
     argv = (
         "kubectl",
         "logs",
         f"--namespace={namespace}",
-        f"--selector={owner},{_INDEX}",
+        f"--selector={pod_selector},{_FIRST_POD_LABEL}",
         "--tail=-1",
     )
-    return (*argv, f"--container={_CONTAINERS[kind]}", *(("--follow",) if follow else ()))
+    return (
+        *argv,
+        f"--container={_CONTAINERS[job_kind]}",
+        *(("--follow",) if follows_until_end else ()),
+    )

@@ -20,17 +20,30 @@ from ortlaunch.schedulers import QueuedRun, QueueState, run_command
 
 __all__ = ["cancel", "request", "state", "states", "submit"]
 
-_WHAT = "use a host of the cluster"
+_HOST_ADVICE = "use a host of the cluster"
 # The first words of each turn of a job in its output, to which all turns append.
-TURN = "ortlaunch: the job begins on "
+TURN_PREFIX = "ortlaunch: the job begins on "
 # Five minutes, in which a controller is started again or another takes over.
 _REQUEUE_TRIES = 30
 _REQUEUE_SECONDS = 10
 # Options of sbatch that the recipe has under the same name, with underscores.
-_PLAIN = ("partition", "account", "qos", "reservation", "time", "cpus_per_task", "constraint", "nodelist", "exclude",
-          "dependency", "begin", "mail_user", "mail_type")  # fmt: skip
+_PLAIN_OPTIONS = (
+    "partition",
+    "account",
+    "qos",
+    "reservation",
+    "time",
+    "cpus_per_task",
+    "constraint",
+    "nodelist",
+    "exclude",
+    "dependency",
+    "begin",
+    "mail_user",
+    "mail_type",
+)
 # Slurm's states and state flags.
-_STATES = {
+_STATE_BY_WORD = {
     **dict.fromkeys(("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD",
                      "SPECIAL_EXIT"), JobState.PENDING),
     **dict.fromkeys(("RUNNING", "COMPLETING", "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED", "RESIZING"),
@@ -48,50 +61,50 @@ def request(job: QueuedRun) -> LaunchRequest:
     """Return the sbatch command, with the script in the run folder."""
     return LaunchRequest(
         ("sbatch", "--parsable", str(job.run.job_script)),
-        files=((str(job.run.job_script), script(job)),),
+        files=((str(job.run.job_script), batch_script(job)),),
     )
 
 
-def script(job: QueuedRun) -> str:
+def batch_script(job: QueuedRun) -> str:
     """Return the batch script."""
-    head = "\n".join(f"#SBATCH {option}" for option in _options(job))
-    exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in job.variables)
-    setup = "".join(f"{line}\n" for line in job.options["setup"])
+    directives = "\n".join(f"#SBATCH {option}" for option in _batch_options(job))
+    export_lines = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in job.variables)
+    setup_lines = "".join(f"{line}\n" for line in job.options["setup"])
     return f"""\
 #!/bin/bash
-{head}
+{directives}
 
 {job.headline}
 cd {shlex.quote(job.folder)} || exit
-{exports}export {JOB_VARIABLE}=slurm:$SLURM_JOB_ID
+{export_lines}export {JOB_VARIABLE}=slurm:$SLURM_JOB_ID
 touch {shlex.quote(str(job.run.job_script))}  # what is older in the run folder is of an earlier turn
 began=$(stat -c %Y {shlex.quote(str(job.run.job_script))})
 rm -f {shlex.quote(str(job.run.requeue_request))}
-echo "{TURN}$(hostname), turn $((${{SLURM_RESTART_COUNT:-0}} + 1))"
-{setup}
+echo "{TURN_PREFIX}$(hostname), turn $((${{SLURM_RESTART_COUNT:-0}} + 1))"
+{setup_lines}
 status=0
-{_ranks(job)} || status=$?
+{_rank_step(job)} || status=$?
 
 # Which rank failed and why; the status is that rank's, where srun's may be an echo.
-{_conclusion(job)} "$status" "$began"
+{_conclusion_command(job)} "$status" "$began"
 status=$?
-{_requeue(job)}exit "$status"
+{_requeue_lines(job)}exit "$status"
 """
 
 
-def _options(job: QueuedRun) -> Iterator[str]:
+def _batch_options(job: QueuedRun) -> Iterator[str]:
     options = job.options
     plan = job.plan
     yield f"--job-name={plan.name}"
     yield f"--nodes={len(plan.nodes)}"
     yield f"--ntasks-per-node={plan.nodes[0].slots}"
-    for name in _PLAIN:
+    for name in _PLAIN_OPTIONS:
         if options[name] is not None:
             yield f"--{name.replace('_', '-')}={options[name]}"
     if options["memory"] is not None:
         yield f"--mem={options['memory']}"
     if plan.device == "cuda":
-        yield _gpus(options, plan.nodes[0].slots)
+        yield _gpu_option(options, plan.nodes[0].slots)
     if options["exclusive"]:
         yield "--exclusive"
     # Slurm reads % as the beginning of a field such as %j.
@@ -104,16 +117,16 @@ def _options(job: QueuedRun) -> Iterator[str]:
     yield from options["options"]
 
 
-def _gpus(options: Any, count: int) -> str:
-    kind = f"{options['gpu_type']}:" if options["gpu_type"] else ""
+def _gpu_option(options: Any, gpu_count: int) -> str:
+    type_prefix = f"{options['gpu_type']}:" if options["gpu_type"] else ""
     return (
-        f"--gres=gpu:{kind}{count}"
+        f"--gres=gpu:{type_prefix}{gpu_count}"
         if options["gpus"] == "gres"
-        else f"--gpus-per-node={kind}{count}"
+        else f"--gpus-per-node={type_prefix}{gpu_count}"
     )
 
 
-def _ranks(job: QueuedRun) -> str:
+def _rank_step(job: QueuedRun) -> str:
     """Return the command for the step of ranks."""
     # --distribution=block numbers the ranks as the plan does, host by host. Ranks find each other
     # without MPI, hence --mpi=none. --export=ALL, because some sites set SLURM_EXPORT_ENV=NONE for
@@ -122,22 +135,24 @@ def _ranks(job: QueuedRun) -> str:
     if job.options["cpus_per_task"] is not None:
         # Since Slurm 22.05 a step does not inherit it from the job.
         options.append(f"--cpus-per-task={job.options['cpus_per_task']}")
-    return _inside(job, " ".join(options), job.train)
+    return _step_in_container(job, " ".join(options), job.train)
 
 
-def _conclusion(job: QueuedRun) -> str:
+def _conclusion_command(job: QueuedRun) -> str:
     """Return the command that prints the verdict, run where ortlaunch is installed."""
     # That is this host, or the image, which a step of one task starts.
     if job.options["container"] is None:
         return shlex.join(job.conclude)
-    return _inside(job, "srun --export=ALL --nodes=1 --ntasks=1 --mpi=none", job.conclude)
+    return _step_in_container(
+        job, "srun --export=ALL --nodes=1 --ntasks=1 --mpi=none", job.conclude
+    )
 
 
-def _inside(job: QueuedRun, step: str, command: tuple[str, ...]) -> str:
+def _step_in_container(job: QueuedRun, step_command: str, step_argv: tuple[str, ...]) -> str:
     """Return a step that runs a command, in the container if there is one."""
     container = job.options["container"]
     if container is None:
-        return f"{step} \\\n    {shlex.join(command)}"
+        return f"{step_command} \\\n    {shlex.join(step_argv)}"
     # The same paths inside as outside: the plan and the command have those of this host.
     mounts = [
         *(f"{path}:{path}" for path in dict.fromkeys((job.folder, str(job.run)))),
@@ -146,16 +161,18 @@ def _inside(job: QueuedRun, step: str, command: tuple[str, ...]) -> str:
     folder = shlex.quote(job.folder)
     image = shlex.quote(container["image"])
     if container["runtime"] == "pyxis":
-        into = f"--container-image={image} --container-mounts={shlex.quote(','.join(mounts))} "
-        return f"{step} {into}--container-workdir={folder} \\\n    {shlex.join(command)}"
-    binds = " ".join(f"--bind {shlex.quote(mount)}" for mount in mounts)
+        container_options = (
+            f"--container-image={image} --container-mounts={shlex.quote(','.join(mounts))} "
+        )
+        return f"{step_command} {container_options}--container-workdir={folder} \\\n    {shlex.join(step_argv)}"
+    bind_options = " ".join(f"--bind {shlex.quote(mount)}" for mount in mounts)
     return (
-        f"{step} \\\n    apptainer exec --nv {binds} --pwd {folder} {image} "
-        f"\\\n    {shlex.join(command)}"
+        f"{step_command} \\\n    apptainer exec --nv {bind_options} --pwd {folder} {image} "
+        f"\\\n    {shlex.join(step_argv)}"
     )
 
 
-def _requeue(job: QueuedRun) -> str:
+def _requeue_lines(job: QueuedRun) -> str:
     if not job.options["requeue"]:
         return ""
     request, script = (
@@ -189,95 +206,122 @@ def submit(request: LaunchRequest) -> str:
     """Write the script, queue it and return the job's id."""
     require_sbatch()
     request.write_files()
-    ended = run_command(*request.argv, what=_WHAT)
-    if ended.returncode:
-        raise LaunchError(f"sbatch refused the job: {ended.stderr.strip() or ended.stdout.strip()}")
+    completed = run_command(*request.argv, advice=_HOST_ADVICE)
+    if completed.returncode:
+        raise LaunchError(
+            f"sbatch refused the job: {completed.stderr.strip() or completed.stdout.strip()}"
+        )
     # --parsable prints the id, and after a semicolon the name of the cluster.
-    return ended.stdout.strip().partition(";")[0]
+    return completed.stdout.strip().partition(";")[0]
 
 
 def states() -> dict[str, QueueState]:
     """Return the states of this user's jobs that the queue still has, by their ids."""
-    user = f"--user={getpass.getuser()}"
-    ended = run_command("squeue", "--noheader", "--states=all", user, "-o", "%i|%T|%r", what=_WHAT)
-    lines = ended.stdout.splitlines() if _is_known(ended) else []
-    parts = [line.split("|", 1) for line in lines if "|" in line]
-    return {job: found for job, rest in parts if (found := state_in_lines(rest)) is not None}
+    user_option = f"--user={getpass.getuser()}"
+    completed = run_command(
+        "squeue", "--noheader", "--states=all", user_option, "-o", "%i|%T|%r", advice=_HOST_ADVICE
+    )
+    lines = completed.stdout.splitlines() if _does_controller_know_job(completed) else []
+    fields_by_job = [line.split("|", 1) for line in lines if "|" in line]
+    return {
+        job: queue_state
+        for job, state_line in fields_by_job
+        if (queue_state := state_in_lines(state_line)) is not None
+    }
 
 
-def state(job: str) -> QueueState | None:
+def state(job_id: str) -> QueueState | None:
     """Return the state from the first command that knows the job."""
     # squeue, then scontrol, which knows jobs for some minutes after their end, then sacct.
-    for look in (_by_squeue, _by_scontrol, _by_sacct):
-        found = look(job)
-        if found is not None:
-            return found
+    for read_state in (_state_by_squeue, _state_by_scontrol, _state_by_sacct):
+        queue_state = read_state(job_id)
+        if queue_state is not None:
+            return queue_state
     return None
 
 
-def cancel(job: str) -> None:
+def cancel(job_id: str) -> None:
     """Cancel the job: ranks get SIGTERM, and the cluster's KillWait to save."""
-    ended = run_command("scancel", job, what=_WHAT)
-    if ended.returncode:
-        raise LaunchError(f"scancel {job}: {ended.stderr.strip()}")
+    completed = run_command("scancel", job_id, advice=_HOST_ADVICE)
+    if completed.returncode:
+        raise LaunchError(f"scancel {job_id}: {completed.stderr.strip()}")
 
 
-def state_in_lines(text: str) -> QueueState | None:
+def state_in_lines(output_text: str) -> QueueState | None:
     """Return the state from the first line of `squeue -o '%T|%r'` or `sacct -P -o State`."""
-    lines = [line for line in text.splitlines() if line.strip()]
+    lines = [line for line in output_text.splitlines() if line.strip()]
     if not lines:
         return None
-    said, _, reason = lines[0].partition("|")
+    state_words, _, reason = lines[0].partition("|")
     # sacct appends the user to CANCELLED, and a + to a shortened name.
-    return _state([said.split()[0].rstrip("+")], reason)
+    return _state_of_words([state_words.split()[0].rstrip("+")], reason)
 
 
 def state_in_record(text: str) -> QueueState | None:
     """Return the state from the output of `scontrol show job`."""
-    said = re.search(r"\bJobState=(\S+)", text)
-    reason = re.search(r"\bReason=(\S+)", text)
-    return _state([said[1]], reason[1] if reason else "") if said else None
+    state_match = re.search(r"\bJobState=(\S+)", text)
+    reason_match = re.search(r"\bReason=(\S+)", text)
+    return (
+        _state_of_words([state_match[1]], reason_match[1] if reason_match else "")
+        if state_match
+        else None
+    )
 
 
-def _state(words: list[str], reason: str) -> QueueState | None:
+def _state_of_words(state_words: list[str], reason: str) -> QueueState | None:
     """Return the state for the scheduler's words."""
     # A requeued job has its last state as well, but is pending.
-    known = [word for word in words if word in _STATES]
-    if not known:
+    known_words = [state_word for state_word in state_words if state_word in _STATE_BY_WORD]
+    if not known_words:
         raise LaunchError(
-            f"Slurm says {' '.join(words)} as the job's state, which ortlaunch does not know"
+            f"Slurm says {' '.join(state_words)} as the job's state, which ortlaunch does not know"
         )
-    first = next((word for word in known if _STATES[word] is JobState.PENDING), known[0])
-    why = f" ({reason})" if reason not in ("", "None", "(null)") else ""
-    return QueueState(_STATES[first], f"{' '.join(words)}{why}")
-
-
-def _by_squeue(job: str) -> QueueState | None:
-    ended = run_command(
-        "squeue", "--noheader", "--states=all", f"--jobs={job}", "-o", "%T|%r", what=_WHAT
+    decisive_word = next(
+        (
+            state_word
+            for state_word in known_words
+            if _STATE_BY_WORD[state_word] is JobState.PENDING
+        ),
+        known_words[0],
     )
-    return state_in_lines(ended.stdout) if _is_known(ended) else None
+    reason_text = f" ({reason})" if reason not in ("", "None", "(null)") else ""
+    return QueueState(_STATE_BY_WORD[decisive_word], f"{' '.join(state_words)}{reason_text}")
 
 
-def _by_scontrol(job: str) -> QueueState | None:
-    ended = run_command("scontrol", "show", "job", job, what=_WHAT)
-    return state_in_record(ended.stdout) if _is_known(ended) else None
+def _state_by_squeue(job_id: str) -> QueueState | None:
+    completed = run_command(
+        "squeue",
+        "--noheader",
+        "--states=all",
+        f"--jobs={job_id}",
+        "-o",
+        "%T|%r",
+        advice=_HOST_ADVICE,
+    )
+    return state_in_lines(completed.stdout) if _does_controller_know_job(completed) else None
 
 
-def _is_known(ended: subprocess.CompletedProcess[str]) -> bool:
+def _state_by_scontrol(job_id: str) -> QueueState | None:
+    completed = run_command("scontrol", "show", "job", job_id, advice=_HOST_ADVICE)
+    return state_in_record(completed.stdout) if _does_controller_know_job(completed) else None
+
+
+def _does_controller_know_job(completed: subprocess.CompletedProcess[str]) -> bool:
     """Whether the controller knows the job.
 
     Raises:
         LaunchError: the controller does not answer, so that nothing is known.
     """
-    if ended.returncode and "invalid job id" not in ended.stderr.lower():
-        said = ended.stderr.strip() or f"status {ended.returncode}"
-        raise LaunchError(f"{ended.args[0]} cannot report the job's state: {said}")
-    return ended.returncode == 0
+    if completed.returncode and "invalid job id" not in completed.stderr.lower():
+        message = completed.stderr.strip() or f"status {completed.returncode}"
+        raise LaunchError(f"{completed.args[0]} cannot report the job's state: {message}")
+    return completed.returncode == 0
 
 
-def _by_sacct(job: str) -> QueueState | None:
+def _state_by_sacct(job_id: str) -> QueueState | None:
     if shutil.which("sacct") is None:
         return None
-    ended = run_command("sacct", "-n", "-P", "-X", "-j", job, "-o", "State", what=_WHAT)
-    return state_in_lines(ended.stdout) if ended.returncode == 0 else None
+    completed = run_command(
+        "sacct", "-n", "-P", "-X", "-j", job_id, "-o", "State", advice=_HOST_ADVICE
+    )
+    return state_in_lines(completed.stdout) if completed.returncode == 0 else None

@@ -22,10 +22,10 @@ class SweepDir:
     def __str__(self) -> str:
         return str(self.path)
 
-    def trial(self, number: int) -> RunDir:
+    def trial_run_dir(self, trial_number: int) -> RunDir:
         """Return the run folder of a trial."""
-        return RunDir(self.trials / f"{number:04d}")
+        return RunDir(self.trials / f"{trial_number:04d}")
 
-    def best(self, number: int) -> Path:
+    def best_recipe_path(self, trial_number: int) -> Path:
         """Return the path of a best trial's recipe, for `ortlaunch train`."""
-        return self.path / f"best_{number:04d}.yaml"
+        return self.path / f"best_{trial_number:04d}.yaml"

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ortlaunch.recipe.fields.sweep import Parameter, Search
-from ortlaunch.search.study import Trial, shown, tie
+from ortlaunch.search.study import Trial, format_value, tie_sentence
 
 # Pixels of the picture and of its axes; text is beside and below them.
 _WIDTH = 900
@@ -51,81 +51,118 @@ class Picture(NamedTuple):
     bottom: int = _BOTTOM
 
 
-def picture(
-    search: Search, trials: Sequence[Trial], best: Sequence[Trial], importances: Mapping[str, float]
+def sweep_picture(
+    sweep_section: Search,
+    trials: Sequence[Trial],
+    best_trials: Sequence[Trial],
+    importances: Mapping[str, float],
 ) -> Picture:
     """Return the picture of the complete trials.
 
     Args:
-        search: the recipe's section, whose space has an axis for each field.
+        sweep_section: the recipe's section, whose space has an axis for each field.
         trials: all trials.
-        best: those to highlight.
+        best_trials: those to highlight.
         importances: the share of each field.
     """
-    complete = [one for one in trials if one.state == "complete"]
-    metrics = [metric.metric for metric in search.metrics]
-    names = [*search.space, *metrics]
-    xs = dict(zip(names, _spread(len(names), _LEFT, _RIGHT)))
+    complete_trials = [trial for trial in trials if trial.state == "complete"]
+    metrics = [metric.metric for metric in sweep_section.metrics]
+    names = [*sweep_section.space, *metrics]
+    position_by_name = dict(zip(names, _even_positions(len(names), _LEFT, _RIGHT)))
     axes = [
-        Axis(xs[name], name, [(_height(each, value), shown(value)) for value in each.ends])
-        for name, each in search.space.items()
+        Axis(
+            position_by_name[name],
+            name,
+            [
+                (_position_on_axis(parameter, value), format_value(value))
+                for value in parameter.bounds_or_choices
+            ],
+        )
+        for name, parameter in sweep_section.space.items()
     ]
-    heights: dict[str, dict[int, float]] = {}
+    height_by_metric_and_trial: dict[str, dict[int, float]] = {}
     for name in metrics:
-        values = [one.values[name] for one in complete]
-        ends = (min(values, default=0.0), max(values, default=0.0))
-        labels = dict(zip(ends, (_y(0), _y(1))))
-        axes.append(Axis(xs[name], name, [(y, f"{value:.4g}") for value, y in labels.items()]))
-        heights[name] = {one.number: _y(_share(one.values[name], *ends)) for one in complete}
-    numbers = {one.number for one in best}
+        values = [trial.values[name] for trial in complete_trials]
+        value_range = (min(values, default=0.0), max(values, default=0.0))
+        labels = dict(zip(value_range, (_pixel_of_share(0), _pixel_of_share(1))))
+        axes.append(
+            Axis(position_by_name[name], name, [(y, f"{value:.4g}") for value, y in labels.items()])
+        )
+        height_by_metric_and_trial[name] = {
+            trial.number: _pixel_of_share(_share_of_range(trial.values[name], *value_range))
+            for trial in complete_trials
+        }
+    best_numbers = {trial.number for trial in best_trials}
     lines = [
         TrialLine(
-            [(xs[name], _height(search.space[name], value)) for name, value in one.fields.items()]
-            + [(xs[name], heights[name][one.number]) for name in metrics],
-            one.number in numbers,
-            f"trial {one.number}: {one.line()}",
-            tie(one, complete),
+            [
+                (position_by_name[name], _position_on_axis(sweep_section.space[name], value))
+                for name, value in trial.fields.items()
+            ]
+            + [
+                (position_by_name[name], height_by_metric_and_trial[name][trial.number])
+                for name in metrics
+            ],
+            trial.number in best_numbers,
+            f"trial {trial.number}: {trial.line()}",
+            tie_sentence(trial, complete_trials),
         )
-        for one in complete
+        for trial in complete_trials
     ]
     # The best lines are drawn last, above the others.
     lines.sort(key=lambda line: line.is_best)
-    rows = [
+    table_rows = [
         (
             # As the page names its run.
-            f"{one.number:04d}",
-            one.state,
-            one.steps,
-            *map(one.values.get, metrics),
-            *(shown(one.fields[name]) if name in one.fields else None for name in search.space),
+            f"{trial.number:04d}",
+            trial.state,
+            trial.steps,
+            *map(trial.values.get, metrics),
+            *(
+                format_value(trial.fields[name]) if name in trial.fields else None
+                for name in sweep_section.space
+            ),
         )
-        for one in trials
+        for trial in trials
     ]
-    head = ("trial", "state", "steps", *metrics, *search.space)
-    return Picture(axes, lines, [*importances.items()], metrics[0], head, rows)
+    table_head = ("trial", "state", "steps", *metrics, *sweep_section.space)
+    return Picture(axes, lines, [*importances.items()], metrics[0], table_head, table_rows)
 
 
-def _height(parameter: Parameter, value: object) -> float:
+def _position_on_axis(parameter: Parameter, value: object) -> float:
     """Return the position of a field's value on its axis."""
-    if parameter.kind == "choice":
-        places = _spread(len(parameter.ends), 0.0, 1.0)
-        return _y(places[parameter.ends.index(value)])
-    low, high, here = (float(str(each)) for each in (*parameter.ends, value))
-    if parameter.kind == "log_uniform":
-        low, high, here = map(math.log, (low, high, here))
-    return _y(_share(here, low, high))
+    if parameter.value_field == "choice":
+        positions = _even_positions(len(parameter.bounds_or_choices), 0.0, 1.0)
+        return _pixel_of_share(positions[parameter.bounds_or_choices.index(value)])
+    lower_end, upper_end, field_value = (
+        float(str(number_text)) for number_text in (*parameter.bounds_or_choices, value)
+    )
+    if parameter.value_field == "log_uniform":
+        lower_end, upper_end, field_value = map(math.log, (lower_end, upper_end, field_value))
+    return _pixel_of_share(_share_of_range(field_value, lower_end, upper_end))
 
 
-def _share(value: float, low: float, high: float) -> float:
-    return (value - low) / (high - low) if high > low else 0.5
+def _share_of_range(range_value: float, range_start: float, range_end: float) -> float:
+    return (
+        (range_value - range_start) / (range_end - range_start) if range_end > range_start else 0.5
+    )
 
 
-def _y(share: float) -> float:
-    return round(_BOTTOM - share * (_BOTTOM - _TOP), 1)
+def _pixel_of_share(share_of_height: float) -> float:
+    return round(_BOTTOM - share_of_height * (_BOTTOM - _TOP), 1)
 
 
-def _spread(number: int, first: float, last: float) -> list[float]:
+def _even_positions(
+    position_count: int, first_position: float, last_position: float
+) -> list[float]:
     """Return evenly spread positions; a single one lies in the middle."""
-    if number == 1:
-        return [(first + last) / 2]
-    return [round(first + (last - first) * at / (number - 1), 3) for at in range(number)]
+    if position_count == 1:
+        return [(first_position + last_position) / 2]
+    return [
+        round(
+            first_position
+            + (last_position - first_position) * position_index / (position_count - 1),
+            3,
+        )
+        for position_index in range(position_count)
+    ]

@@ -22,9 +22,9 @@ from ortlaunch.recipe.fields.sweep import Parameter
 from ortlaunch.search.folder import SweepDir
 
 # Packages that a sampler needs beside Optuna.
-_NEEDS = {"gp": ("scipy", "torch"), "cmaes": ("cmaes",)}
+_PACKAGES_OF_SAMPLER = {"gp": ("scipy", "torch"), "cmaes": ("cmaes",)}
 # As Optuna's Hyperband; its successive halving has 4, which takes longer trials.
-_KEEPS_ONE_OF = 3
+_REDUCTION_FACTOR = 3
 
 
 class Trial(NamedTuple):
@@ -48,26 +48,30 @@ class Trial(NamedTuple):
 
     def line(self) -> str:
         """Return metrics, fields and the reason, for a person."""
-        measured = ", ".join(f"{name} {value:.6g}" for name, value in self.values.items())
-        fields = " ".join(f"{name}={shown(value)}" for name, value in self.fields.items())
-        return "; ".join(filter(None, (measured, fields, self.reason.partition("\n")[0])))
+        metrics_text = ", ".join(f"{name} {value:.6g}" for name, value in self.values.items())
+        fields_text = " ".join(
+            f"{name}={format_value(value)}" for name, value in self.fields.items()
+        )
+        return "; ".join(filter(None, (metrics_text, fields_text, self.reason.partition("\n")[0])))
 
 
-def shown(value: object) -> str:
+def format_value(value: object) -> str:
     """Return a value for a person; best_*.yaml and study.journal have all digits."""
     return f"{value:.4g}" if isinstance(value, float) else json.dumps(value)
 
 
-def tie(best: Trial, trials: Sequence[Trial]) -> str:
+def tie_sentence(best_trial: Trial, trials: Sequence[Trial]) -> str:
     """Return a sentence on other complete trials with exactly the best one's values; "" if none."""
-    same = [
-        str(one.number)
-        for one in trials
-        if one.state == "complete" and one.values == best.values and one.number != best.number
+    tied_numbers = [
+        str(trial.number)
+        for trial in trials
+        if trial.state == "complete"
+        and trial.values == best_trial.values
+        and trial.number != best_trial.number
     ]
     return (
-        f"trial {', '.join(same)} has exactly the same result: the sweep cannot tell"
-        if same
+        f"trial {', '.join(tied_numbers)} has exactly the same result: the sweep cannot tell"
+        if tied_numbers
         else ""
     )
 
@@ -75,11 +79,13 @@ def tie(best: Trial, trials: Sequence[Trial]) -> str:
 class Study:
     """The study of one sweep."""
 
-    def __init__(self, folder: SweepDir, recipe: Recipe, writes: bool = False) -> None:
+    def __init__(
+        self, sweep_folder: SweepDir, recipe: Recipe, has_sweep_lock: bool = False
+    ) -> None:
         """Open the study, or create it.
 
         Args:
-            writes: whether this process has the sweep's lock, and the last one may have been killed.
+            has_sweep_lock: whether this process has the sweep's lock, and the last one may have been killed.
 
         Raises:
             MissingDependency: Optuna, or a package that the sampler needs, is not installed.
@@ -87,143 +93,171 @@ class Study:
         assert recipe.sweep is not None
         self.sweep = recipe.sweep
         self._seed = recipe.seed
-        self._optuna = _optuna(self.sweep.sampler)
-        if writes:
-            _repair(folder.journal)
-        backend = importlib.import_module("optuna.storages.journal")
+        self._optuna = _import_optuna(self.sweep.sampler)
+        if has_sweep_lock:
+            _repair_journal(sweep_folder.journal)
+        journal_module = importlib.import_module("optuna.storages.journal")
         self._study = self._optuna.create_study(
-            storage=backend.JournalStorage(backend.JournalFileBackend(str(folder.journal))),
+            storage=journal_module.JournalStorage(
+                journal_module.JournalFileBackend(str(sweep_folder.journal))
+            ),
             study_name=recipe.name,
-            directions=[f"{one.direction}imize" for one in self.sweep.metrics],
-            pruner=self._pruner(),
+            directions=[
+                f"{directed_metric.direction}imize" for directed_metric in self.sweep.metrics
+            ],
+            pruner=self._create_pruner(),
             load_if_exists=True,
         )
 
-    def trials(self) -> list[Trial]:
+    def read_trials(self) -> list[Trial]:
         """Return all trials in the order of their numbers."""
-        return [self._record(one) for one in self._study.get_trials(deepcopy=False)]
+        return [
+            self._trial_record(frozen_trial)
+            for frozen_trial in self._study.get_trials(deepcopy=False)
+        ]
 
-    def best(self) -> list[Trial]:
+    def best_trials(self) -> list[Trial]:
         """Return the best complete trial; with several metrics all that no other trial beats."""
-        found = sorted(map(self._record, self._study.best_trials))
-        trained = [one for one in found if not one.repeats]
-        return trained if len(self.sweep.metrics) > 1 else trained[:1]
+        best_records = sorted(map(self._trial_record, self._study.best_trials))
+        trained_trials = [trial for trial in best_records if not trial.repeats]
+        return trained_trials if len(self.sweep.metrics) > 1 else trained_trials[:1]
 
-    def importances(self) -> dict[str, float]:
+    def field_importances(self) -> dict[str, float]:
         """Return the share of each field in the first metric's variance, the largest first.
 
         It is {} before there are enough trials, and where all have the same value.
         """
-        values = {tuple(one.values.values())[:1] for one in self.trials() if one.values}
-        if len(values) < 2:
+        distinct_values = {
+            tuple(trial.values.values())[:1] for trial in self.read_trials() if trial.values
+        }
+        if len(distinct_values) < 2:
             return {}
         with contextlib.suppress(ValueError, RuntimeError), warnings.catch_warnings():
             # Of parts of Optuna that may still change.
             warnings.simplefilter("ignore")
-            found: dict[str, float] = self._optuna.importance.get_param_importances(
+            importance_by_field: dict[str, float] = self._optuna.importance.get_param_importances(
                 self._study,
                 evaluator=self._optuna.importance.PedAnovaImportanceEvaluator(),
-                target=lambda one: one.values[0],
+                target=lambda trial: trial.values[0],
             )
-            return found
+            return importance_by_field
         return {}
 
-    def twin(self, number: int) -> Trial | None:
+    def earlier_equal_trial(self, trial_number: int) -> Trial | None:
         """Return an earlier trial with the same fields that was complete or pruned."""
-        *known, trial = self.trials()[: number + 1]
-        ended = (one for one in known if one.state in ("complete", "pruned"))
-        return next((one for one in ended if one.fields == trial.fields), None)
+        *earlier_trials, trial = self.read_trials()[: trial_number + 1]
+        ended_trials = (
+            earlier_trial
+            for earlier_trial in earlier_trials
+            if earlier_trial.state in ("complete", "pruned")
+        )
+        return next(
+            (
+                earlier_trial
+                for earlier_trial in ended_trials
+                if earlier_trial.fields == trial.fields
+            ),
+            None,
+        )
 
-    def draw(self, number: int | None = None) -> int:
+    def draw_trial(self, trial_number: int | None = None) -> int:
         """Draw the next trial, or complete the draw of an unfinished one, and return its number."""
         trials = self._study.get_trials(deepcopy=False)
-        at = len(trials) if number is None else number
-        self._study.sampler = self._sampler(at)
-        trial = self._study.ask() if number is None else self._trial(number)
-        chosen = dict[str, object]()
+        drawn_number = len(trials) if trial_number is None else trial_number
+        self._study.sampler = self._create_sampler(drawn_number)
+        trial = self._study.ask() if trial_number is None else self._optuna_trial(trial_number)
+        chosen_values = dict[str, object]()
         for name, parameter in self.sweep.space.items():
-            if parameter.applies(chosen):
-                chosen[name] = self._value(name, _suggested(trial, name, parameter))
-        return at
+            if parameter.applies_to_trial(chosen_values):
+                chosen_values[name] = self._field_value(
+                    name, _suggest_value(trial, name, parameter)
+                )
+        return drawn_number
 
-    def report(self, number: int, values: Mapping[int, float]) -> bool:
+    def report_and_ask_to_prune(self, trial_number: int, values: Mapping[int, float]) -> bool:
         """Record the values of a trial's evaluations, and return whether to stop it now.
 
         Args:
             values: of the only metric, by the number of the evaluation, from 1.
         """
-        known = self._study.get_trials(deepcopy=False)[number].intermediate_values
-        if len(values) <= len(known):
+        reported_values = self._study.get_trials(deepcopy=False)[trial_number].intermediate_values
+        if len(values) <= len(reported_values):
             return False
-        trial = self._trial(number)
-        for place, value in values.items():
-            if place not in known:
-                trial.report(value, place)
+        trial = self._optuna_trial(trial_number)
+        for evaluation_number, value in values.items():
+            if evaluation_number not in reported_values:
+                trial.report(value, evaluation_number)
         return bool(trial.should_prune())
 
-    def set_attributes(self, number: int, **attributes: object) -> None:
+    def set_attributes(self, trial_number: int, **attributes: object) -> None:
         """Record values beside a trial."""
         for name, value in attributes.items():
-            self._trial(number).set_user_attr(name, value)
+            self._optuna_trial(trial_number).set_user_attr(name, value)
 
-    def attribute(self, number: int, name: str) -> Any:
+    def trial_attribute(self, trial_number: int, name: str) -> Any:
         """Return a value that `set_attributes` recorded; None if there is none."""
-        return self._study.get_trials(deepcopy=False)[number].user_attrs.get(name)
+        return self._study.get_trials(deepcopy=False)[trial_number].user_attrs.get(name)
 
-    def end(self, number: int, state: str, values: Sequence[float] | None = None) -> None:
+    def record_trial_end(
+        self, trial_number: int, state: str, values: Sequence[float] | None = None
+    ) -> None:
         """Record the end of a trial, as Trial.state names it."""
-        self._study.tell(number, values, self._optuna.trial.TrialState[state.upper()])
+        self._study.tell(trial_number, values, self._optuna.trial.TrialState[state.upper()])
 
-    def _trial(self, number: int) -> Any:
-        frozen = self._study.get_trials(deepcopy=False)[number]
+    def _optuna_trial(self, trial_number: int) -> Any:
+        frozen = self._study.get_trials(deepcopy=False)[trial_number]
         return self._optuna.trial.Trial(self._study, frozen._trial_id)
 
-    def _record(self, one: Any) -> Trial:
-        fields = {name: self._value(name, label) for name, label in one.params.items()}
+    def _trial_record(self, frozen_trial: Any) -> Trial:
+        fields = {
+            name: self._field_value(name, label) for name, label in frozen_trial.params.items()
+        }
         names = [metric.metric for metric in self.sweep.metrics]
         return Trial(
-            one.number, one.state.name.lower(), fields, dict(zip(names, one.values or ())),
-            one.user_attrs.get("steps", 0), one.user_attrs.get("reason", ""),
+            frozen_trial.number, frozen_trial.state.name.lower(), fields, dict(zip(names, frozen_trial.values or ())),
+            frozen_trial.user_attrs.get("steps", 0), frozen_trial.user_attrs.get("reason", ""),
         )  # fmt: skip
 
-    def _value(self, name: str, label: object) -> object:
+    def _field_value(self, field_name: str, optuna_label: object) -> object:
         """Return the value of a field from what Optuna keeps for it."""
-        known = self.sweep.space[name].choice or ()
-        return next((value for value in known if _label(value) == label), label)
+        choices = self.sweep.space[field_name].choice or ()
+        return next(
+            (value for value in choices if _optuna_label(value) == optuna_label), optuna_label
+        )
 
-    def _sampler(self, number: int) -> Any:
+    def _create_sampler(self, trial_number: int) -> Any:
         samplers = self._optuna.samplers
-        seed = self._seed + number
+        seed = self._seed + trial_number
         with warnings.catch_warnings():
             # Of parts of Optuna that may still change.
             warnings.simplefilter("ignore")
             if self.sweep.sampler == "grid":
-                fields = next(islice(self.sweep.grid(), number, None))
-                labels = {name: _label(value) for name, value in fields.items()}
+                fields = next(islice(self.sweep.grid_combinations(), trial_number, None))
+                labels = {name: _optuna_label(value) for name, value in fields.items()}
                 return samplers.PartialFixedSampler(labels, samplers.RandomSampler(seed))
             if self.sweep.sampler == "tpe":
                 return samplers.TPESampler(seed=seed, constant_liar=self.sweep.parallel > 1)
             names = {"random": "RandomSampler", "gp": "GPSampler", "cmaes": "CmaEsSampler"}
             return getattr(samplers, names[self.sweep.sampler])(seed=seed)
 
-    def _pruner(self) -> Any:
+    def _create_pruner(self) -> Any:
         pruners = self._optuna.pruners
         # A step of a pruner is an evaluation.
-        made = {
+        pruner_by_name = {
             "none": pruners.NopPruner,
-            "asha": lambda: pruners.SuccessiveHalvingPruner(1, _KEEPS_ONE_OF),
-            "hyperband": lambda: pruners.HyperbandPruner(1, "auto", _KEEPS_ONE_OF),
+            "asha": lambda: pruners.SuccessiveHalvingPruner(1, _REDUCTION_FACTOR),
+            "hyperband": lambda: pruners.HyperbandPruner(1, "auto", _REDUCTION_FACTOR),
             "median": pruners.MedianPruner,
         }
-        return made[self.sweep.pruner]()
+        return pruner_by_name[self.sweep.pruner]()
 
 
-def _optuna(sampler: str) -> Any:
+def _import_optuna(sampler_name: str) -> Any:
     """Return the module of Optuna."""
-    for package in ("optuna", *_NEEDS.get(sampler, ())):
+    for package in ("optuna", *_PACKAGES_OF_SAMPLER.get(sampler_name, ())):
         if importlib.util.find_spec(package) is None:
             raise MissingDependency(
-                f'sweep with sampler {sampler} needs {package}: pip install "ortlaunch[sweep]" {package}'
+                f'sweep with sampler {sampler_name} needs {package}: pip install "ortlaunch[sweep]" {package}'
             )
     import optuna
 
@@ -231,21 +265,25 @@ def _optuna(sampler: str) -> Any:
     return optuna
 
 
-def _repair(journal: Path) -> None:
+def _repair_journal(journal_path: Path) -> None:
     """Remove what a writer that was killed has left: its lock, and a half line."""
-    Path(f"{journal}.lock").unlink(missing_ok=True)
-    with contextlib.suppress(FileNotFoundError), journal.open("r+b") as file:
+    Path(f"{journal_path}.lock").unlink(missing_ok=True)
+    with contextlib.suppress(FileNotFoundError), journal_path.open("r+b") as file:
         file.truncate(file.read().rfind(b"\n") + 1)
 
 
-def _label(value: object) -> object:
+def _optuna_label(value: object) -> object:
     """Return a value in the form of Optuna's choices, which have no lists and mappings."""
     return json.dumps(value) if isinstance(value, (list, tuple, Mapping)) else value
 
 
-def _suggested(trial: Any, name: str, parameter: Parameter) -> object:
-    if parameter.kind == "choice":
-        return trial.suggest_categorical(name, [*map(_label, parameter.ends)])
-    if parameter.kind == "int":
-        return trial.suggest_int(name, *parameter.ends)
-    return trial.suggest_float(name, *parameter.ends, log=parameter.kind == "log_uniform")
+def _suggest_value(trial: Any, field_name: str, parameter: Parameter) -> object:
+    if parameter.value_field == "choice":
+        return trial.suggest_categorical(
+            field_name, [*map(_optuna_label, parameter.bounds_or_choices)]
+        )
+    if parameter.value_field == "int":
+        return trial.suggest_int(field_name, *parameter.bounds_or_choices)
+    return trial.suggest_float(
+        field_name, *parameter.bounds_or_choices, log=parameter.value_field == "log_uniform"
+    )

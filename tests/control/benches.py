@@ -11,7 +11,7 @@ from ortlaunch.bench import report
 from ortlaunch.bench.turns import VariantJob
 from ortlaunch.bench.variants import Variant, resolve_variant
 from ortlaunch.planning.world import LaunchOptions
-from ortlaunch.resolve.resolve import ResolvedRun, resolve
+from ortlaunch.resolve.resolve import ResolvedRun, resolve_command
 from ortlaunch.run_folder.folder import RunDir
 from tests.makers import CUSTOM
 
@@ -20,7 +20,7 @@ def resolved(environ: dict[str, str] | None = None, **sections: Any) -> Resolved
     """Return a custom recipe with engine auto and these sections, read from recipe.yaml."""
     path = Path("recipe.yaml")
     path.write_text(yaml.safe_dump({**CUSTOM, "engine": {"name": "auto"}, **sections}))
-    return resolve(path, (), LaunchOptions(), environ or {})
+    return resolve_command(path, (), LaunchOptions(), environ or {})
 
 
 def player(
@@ -28,9 +28,9 @@ def player(
 ) -> VariantJob:
     """Return a variant whose steps have these durations in seconds, turn by turn."""
     found = resolve_variant(Variant(name, chosen), resolved())
-    made = VariantJob(found, RunDir(f"out/{found.slug}"))
+    made = VariantJob(found, RunDir(f"out/{found.folder_name}"))
     # As the job reports when it has warmed up.
-    made.ready = {
+    made.ready_answer = {
         "flops_per_token": None,
         "peak_flops": None,
         "engine": {},
@@ -44,4 +44,4 @@ def player(
 
 def rows(*players: VariantJob) -> list[dict[str, Any]]:
     """Return the figures of these variants."""
-    return report.results([each.variant for each in players], players)
+    return report.build_variant_rows([each.variant for each in players], players)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ortlaunch.other_tools import Imported
+from ortlaunch.other_tools import ImportedRecipe
 
 
 def config(folder: Path, **keys: Any) -> Path:
@@ -28,6 +28,6 @@ def config(folder: Path, **keys: Any) -> Path:
     return path
 
 
-def said(found: Imported, where: str) -> dict[str, str]:
+def said(found: ImportedRecipe, where: str) -> dict[str, str]:
     """Return the text of each remark by key, of one list of the import report."""
-    return {remark.key: remark.text for remark in getattr(found.account, where)}
+    return {remark.key: remark.text for remark in getattr(found.import_report, where)}

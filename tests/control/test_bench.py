@@ -14,14 +14,14 @@ import pytest
 
 from ortlaunch import machine
 from ortlaunch.bench import command, measure, picture, report
-from ortlaunch.bench.measure import Length
+from ortlaunch.bench.measure import MeasurementLength
 from ortlaunch.bench.variants import (
     ENGINES,
     Variant,
+    combine_variants,
     engine_overrides,
     resolve_variant,
-    split_values,
-    variants,
+    split_top_level_commas,
 )
 from ortlaunch.errors import InputError, MissingDependency
 from ortlaunch.recipe.fields.engine import Engine
@@ -46,42 +46,48 @@ BERT_ON_WORDS: dict[str, Any] = {"model": {"task": "masked-lm", "config": BERT},
 )
 def test_values_of_vary(text: str, values: list[str]) -> None:
     """Commas separate values, but not inside brackets or quotes."""
-    assert list(split_values(text)) == values
+    assert list(split_top_level_commas(text)) == values
 
 
 def test_variants_are_engines_times_values() -> None:
     """Every engine is combined with all values; names contain only the varied keys."""
-    found = variants(
+    found = combine_variants(
         ["ort", "eager"], ["engine.memory_optimization=0,1", "optimizer.learning_rate=0.1,1.5"]
     )
     assert len(found) == 8
     # Engines of one combination are next to each other.
     assert [variant.engine for variant in found[:2]] == ["ort", "eager"]
     assert found[0].name == "ort memory_optimization=0 learning_rate=0.1"
-    assert found[0].slug == "ort-memory_optimization=0-learning_rate=0.1"
-    assert len({variant.slug for variant in found}) == 8
+    assert found[0].folder_name == "ort-memory_optimization=0-learning_rate=0.1"
+    assert len({variant.folder_name for variant in found}) == 8
 
 
 def test_all_engines_by_default() -> None:
     """The default is the three engines of the recipe's field, without auto."""
-    assert [variant.engine for variant in variants(ENGINES, ())] == ["ort", "inductor", "eager"]
+    assert [variant.engine for variant in combine_variants(ENGINES, ())] == [
+        "ort",
+        "inductor",
+        "eager",
+    ]
 
 
 def test_an_engine_replaces_the_recipes() -> None:
     """Another engine drops the fields for ort, and ort never falls back in a bench."""
     before = Engine(name="auto", parity_steps=2, memory_optimization=1)
     assert engine_overrides("inductor", before) == ('engine={"name": "inductor"}',)
-    assert engine_overrides("inductor", before, parity=True) == (
+    assert engine_overrides("inductor", before, keeps_parity_fields=True) == (
         'engine={"name": "inductor", "parity_steps": 2}',
     )
-    assert engine_overrides("eager", before, parity=True) == ('engine={"name": "eager"}',)
+    assert engine_overrides("eager", before, keeps_parity_fields=True) == (
+        'engine={"name": "eager"}',
+    )
     base = resolved(engine={"name": "ort", "memory_optimization": 1, "allow_fallback": True})
-    assert base.with_overrides(
-        *Variant("eager", ()).overrides(base.file.recipe.engine)
-    ).file.recipe.engine == Engine(name="eager")
-    ort = base.with_overrides(
-        *Variant("ort", ()).overrides(base.file.recipe.engine)
-    ).file.recipe.engine
+    assert base.apply_overrides(
+        *Variant("eager", ()).recipe_overrides(base.recipe_file.recipe.engine)
+    ).recipe_file.recipe.engine == Engine(name="eager")
+    ort = base.apply_overrides(
+        *Variant("ort", ()).recipe_overrides(base.recipe_file.recipe.engine)
+    ).recipe_file.recipe.engine
     assert (ort.memory_optimization, ort.allow_fallback) == (1, False)
 
 
@@ -90,9 +96,9 @@ def test_every_engine_keeps_the_precision_of_products(engine: str) -> None:
     """Every engine keeps engine.matmul_precision, so that all are compared at one precision."""
     base = resolved(engine={"name": "ort", "matmul_precision": "medium"})
     for chosen, word in (((), "medium"), (("engine.matmul_precision=high",), "high")):
-        found = resolve_variant(Variant(engine, chosen), base).resolved
+        found = resolve_variant(Variant(engine, chosen), base).resolved_run
         assert found is not None
-        assert found.file.recipe.engine.matmul_precision == word
+        assert found.recipe_file.recipe.engine.matmul_precision == word
 
 
 def test_a_refused_variant_says_why() -> None:
@@ -100,13 +106,13 @@ def test_a_refused_variant_says_why() -> None:
     # Engine ort has no bf16 on a CPU.
     base = resolved(precision="bf16")
     refused = resolve_variant(Variant("ort", ()), base)
-    assert (refused.resolved, "precision: got bf16 with engine ort" in refused.refused) == (
+    assert (refused.resolved_run, "precision: got bf16 with engine ort" in refused.refusal) == (
         None,
         True,
     )
-    assert resolve_variant(Variant("eager", ()), base).resolved is not None
+    assert resolve_variant(Variant("eager", ()), base).resolved_run is not None
     with pytest.raises(InputError) as caught:
-        measure.prepared(base, ["ort"], ["seed=1,2"])
+        measure.prepare_variants(base, ["ort"], ["seed=1,2"])
     assert str(caught.value).count("ort seed=") == 2
 
 
@@ -124,7 +130,7 @@ def test_medians_spread_and_ratios() -> None:
     }
     assert (ort["samples_per_second"], eager["samples_per_second"]) == (2 / 2.5, 2 / 5.0)
     assert (ort["ratio"], eager["ratio"], ort["ratio_to"]) == (2.0, 1.0, "eager")
-    text = report.table([ort, eager])
+    text = report.format_bench_table([ort, eager])
     cells = text.splitlines()[1].split()
     assert (cells[:5], cells[-3:]) == (["ort", "2.5", "1.75", "-", "3.25"], ["1e-06", "2.00", "x"])
 
@@ -145,7 +151,7 @@ def test_mfu_has_one_yardstick() -> None:
     for name, peak in (("ort", 100.0), ("eager", 400.0)):
         one = player(name, [[1.0]])
         one.variant = resolve_variant(Variant(name, ()), resolved(**BERT_ON_WORDS))
-        one.ready.update(flops_per_token=2.0, peak_flops=peak)
+        one.ready_answer.update(flops_per_token=2.0, peak_flops=peak)
         # Padding is computed, and is no token.
         one.turns[0]["tokens"] = [192, 64]
         made.append(one)
@@ -159,9 +165,9 @@ def test_mfu_is_against_the_rate_at_the_same_precision() -> None:
     # A matmul at medium may be six times as fast as one at highest.
     for word, peak in (("highest", 100.0), ("medium", 600.0)):
         one = player("eager", [[1.0]], None, f"engine.matmul_precision={word}")
-        assert one.variant.resolved is not None
+        assert one.variant.resolved_run is not None
         one.turns[0]["tokens"] = [100, 0]
-        one.ready.update(flops_per_token=2.0, peak_flops=peak)
+        one.ready_answer.update(flops_per_token=2.0, peak_flops=peak)
         made.append(one)
     assert [row["mfu"] for row in rows(*made)] == [
         pytest.approx(200 / 100),
@@ -171,7 +177,7 @@ def test_mfu_is_against_the_rate_at_the_same_precision() -> None:
 
 def test_the_table_has_no_column_without_a_value() -> None:
     """The table has no column without values, such as MFU on a CPU, and fits 100 columns."""
-    lines = report.table(
+    lines = report.format_bench_table(
         rows(player("eager", [[1.0]]), player("inductor", [[123.4, 125.6, 130.2]]))
     ).splitlines()
     assert "tokens/s" not in lines[0]
@@ -185,7 +191,7 @@ def test_the_table_shows_what_lower_precision_does_to_the_loss() -> None:
     moved = {"verdict": "passes", "largest": 1e-6, "loss_from_highest": 2.5e-4}
     one = player("eager", [[1.0]], moved, "engine.matmul_precision=medium")
     # Parity cannot show it, because it is compared at highest.
-    text = report.table(rows(one))
+    text = report.format_bench_table(rows(one))
     assert (
         "eager matmul_precision=medium: matmul_precision medium changes the loss by 2.5e-04; "
         "parity is" in text
@@ -199,7 +205,9 @@ def test_a_picture_needs_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
         MissingDependency,
         match=r'pip install "ortlaunch\[bench\]", or leave the picture out: --no-picture',
     ):
-        command.bench(resolved(), ["eager"], (), Length(), None, picture=True)
+        command.run_bench_command(
+            resolved(), ["eager"], (), MeasurementLength(), None, draws_picture=True
+        )
     # The folder of results.
     assert not Path("bench").exists()
 
@@ -207,7 +215,7 @@ def test_a_picture_needs_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
     """The plot is written as a PNG."""
     pytest.importorskip("matplotlib")
-    picture.draw(
+    picture.draw_bench_picture(
         rows(player("ort", [[1.0, 2.0]]), player("eager", [[3.0]])), "title", tmp_path / "x.png"
     )
     # The signature of a PNG file.
@@ -218,14 +226,20 @@ def test_variants_that_do_not_fit_run_one_at_a_time(monkeypatch: pytest.MonkeyPa
     """Variants that do not fit into the memory together run one at a time, with a warning."""
     said: list[str] = []
     made = [player("eager", [[1.0]]), player("ort", [[1.0]])]
-    assert measure._that_fits(Length(), made, said.append) == Length()
+    assert (
+        measure._length_that_fits_memory(MeasurementLength(), made, said.append)
+        == MeasurementLength()
+    )
     for each in made:
         each.variant = resolve_variant(each.variant, resolved(**BERT_ON_WORDS))
-    assert measure._that_fits(Length(), made, said.append) == Length()
+    assert (
+        measure._length_that_fits_memory(MeasurementLength(), made, said.append)
+        == MeasurementLength()
+    )
     monkeypatch.setattr(
         machine, "memory_limits", lambda: [machine.MemoryLimit("a group", 1 << 30, 1 << 20)]
     )
-    assert measure._that_fits(Length(), made, said.append).one_at_a_time
+    assert measure._length_that_fits_memory(MeasurementLength(), made, said.append).one_at_a_time
     assert "1.0 MiB is free: running one at a time" in said[0]
 
 
@@ -241,13 +255,13 @@ def test_a_busy_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
             busy.kill()
     said: list[str] = []
     monkeypatch.setattr(machine, "busy_processes", list)
-    measure._report_busy(said.append, (0.0, 0.0, 0.0))
+    measure._warn_if_machine_is_busy(said.append, (0.0, 0.0, 0.0))
     # No other process and no load: no warning.
     assert said == []
-    measure._report_busy(said.append, (1000.0, 0.0, 0.0))
+    measure._warn_if_machine_is_busy(said.append, (1000.0, 0.0, 0.0))
     assert said[0].startswith("WARNING: this machine is busy (load 1000.0 on ")
     monkeypatch.setattr(machine, "busy_processes", lambda: ["python (12468): 32% of a core"] * 9)
-    measure._report_busy(said.append, (10.0, 0.0, 0.0))
+    measure._warn_if_machine_is_busy(said.append, (10.0, 0.0, 0.0))
     assert max(map(len, said[1].splitlines())) <= 100
 
 
@@ -257,7 +271,7 @@ def test_a_job_that_works_while_it_waits_is_told() -> None:
     said = []
     # Its work slows the other variants' turns.
     made.turns[0]["waited"] = {"seconds": 10.0, "processor_seconds": 5.0}
-    measure._report_spinning([made], said.append)
+    measure._warn_of_spinning_jobs([made], said.append)
     assert said[0].startswith("WARNING: ort used 5.0 s of processor time in 10.0 s of waiting")
 
 

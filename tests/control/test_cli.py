@@ -17,8 +17,8 @@ from ortlaunch.cli import _print_error
 from ortlaunch.errors import RunError
 from ortlaunch.launch_plan import Plan
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.manual.reference import markdown
-from ortlaunch.recipe.manual.schema import json_schema
+from ortlaunch.recipe.manual.reference import recipe_markdown
+from ortlaunch.recipe.manual.schema import editor_schema_text
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.run import control
 from ortlaunch.run.job_file import JobFile
@@ -95,9 +95,9 @@ def test_schema(ortlaunch: Run) -> None:
 
     tests/control/recipe/test_shipped_recipes.py compares recipes/schema.json with it.
     """
-    assert ortlaunch("schema") == Ended(0, json_schema(), "")
-    assert json.loads(json_schema())["title"] == "ortlaunch recipe"
-    assert ortlaunch("schema", "--markdown") == Ended(0, markdown(), "")
+    assert ortlaunch("schema") == Ended(0, editor_schema_text(), "")
+    assert json.loads(editor_schema_text())["title"] == "ortlaunch recipe"
+    assert ortlaunch("schema", "--markdown") == Ended(0, recipe_markdown(), "")
 
 
 def test_validate(ortlaunch: Run) -> None:
@@ -370,7 +370,7 @@ def test_parity_is_a_task_of_its_own(ortlaunch: Run, monkeypatch: pytest.MonkeyP
             0, "", ""
         )
         engine = {"name": "inductor", "parity_steps": steps}
-        assert asked[-1].file.recipe == Recipe.model_validate({**CUSTOM, "engine": engine})
+        assert asked[-1].recipe_file.recipe == Recipe.model_validate({**CUSTOM, "engine": engine})
         assert asked[-1].plan.task == "parity"
     ended = ortlaunch("parity", "good.yaml")
     assert (ended.status, ended.out) == (2, "")
@@ -460,7 +460,7 @@ def test_setup_builds_in_a_process_of_its_own(
     monkeypatch.setattr(subprocess, "run", run)
     assert ortlaunch("setup") == Ended(status, "", "")
     assert sent == [[sys.executable, start.__file__, "ortlaunch.ortmodule.build.extensions"]]
-    assert doctor.set_up() == status
+    assert doctor.build_ort_extensions() == status
 
 
 def test_the_installed_command(tmp_path: Path) -> None:

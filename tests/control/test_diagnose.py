@@ -15,13 +15,13 @@ from ortlaunch.cause import Cause, Failure
 from ortlaunch.cli import app
 from ortlaunch.diagnose import evidence
 from ortlaunch.diagnose import memory as diagnose_memory
-from ortlaunch.diagnose.report import diagnose, with_verdict
+from ortlaunch.diagnose.report import add_verdict_to_output, diagnose_run
 from ortlaunch.errors import InputError
 from ortlaunch.launch import JobState
 from ortlaunch.launch.failure import RunEnd, first_error_record
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.launch_plan import USUAL_PROCESS
-from ortlaunch.recipe import to_yaml
+from ortlaunch.recipe import dump_recipe_yaml
 from ortlaunch.run_folder.cause_text import COMMAND_PREFIX, command_end_sentence
 from ortlaunch.run_folder.folder import (
     COMPLETE,
@@ -46,7 +46,7 @@ def made(folder: Path, made_recipe: Any = None, **ranks: Any) -> RunDir:
     run = RunDir(folder / "run")
     chosen = made_recipe or recipe()
     write_text_atomically(run.plan, plan(chosen, [host("a", 2)], "torchrun").to_json())
-    write_text_atomically(run.recipe, to_yaml(chosen))
+    write_text_atomically(run.recipe, dump_recipe_yaml(chosen))
     write_text_atomically(run.request, "")
     for rank in range(2):
         write_text_atomically(run.rank_log_path(rank, "err"), "first\nlast words\n")
@@ -128,7 +128,7 @@ RANKS: dict[str, tuple[dict[str, Any], str]] = {
 def test_the_account_of_a_rank(kind: str, tmp_path: Path) -> None:
     """The verdict names the first failure, not the failures of ranks that lost that rank."""
     account, said = RANKS[kind]
-    found = diagnose(made(tmp_path, cause=kind, **account))
+    found = diagnose_run(made(tmp_path, cause=kind, **account))
     assert (found.kind, found.verdict) == (kind, said)
     assert "    | last words" in found.evidence
     assert "  rank 0 ended later: 1 in all" in found.evidence
@@ -141,7 +141,7 @@ def test_a_crash_of_onnx_runtime_offers_eager(saved: bool, tmp_path: Path) -> No
     if saved:
         run.checkpoint_folder(7).mkdir(parents=True)
         (run.checkpoint_folder(7) / COMPLETE).touch()
-    advice = diagnose(run).advice[0]
+    advice = diagnose_run(run).advice[0]
     assert advice.startswith("engine.name=eager trains in PyTorch")
     assert ("after step 7" in advice, "no checkpoint yet" in advice) == (saved, not saved)
 
@@ -152,14 +152,14 @@ def test_the_evidence_is_the_short_traceback(tmp_path: Path) -> None:
     ended(
         run, "Traceback (most recent call last):\n  ... 18 frames\nValueError: x\nverdict: rank 1"
     )
-    found = diagnose(run)
+    found = diagnose_run(run)
     assert "    |   ... 18 frames" in found.evidence
     assert not [line for line in found.evidence if "last words" in line or "verdict" in line]
 
 
 def test_a_rank_that_the_kernel_ended(tmp_path: Path) -> None:
     """A rank whose record counts a kill for memory gets a verdict that names the kernel."""
-    found = diagnose(made(tmp_path, **KILLED, cause="out-of-memory", memory_kills=1))
+    found = diagnose_run(made(tmp_path, **KILLED, cause="out-of-memory", memory_kills=1))
     assert (found.kind, found.verdict) == (
         "out-of-memory",
         "out of memory: the kernel ended rank 1 on host a (SIGKILL)",
@@ -172,7 +172,9 @@ def test_a_rank_that_the_kernel_ended(tmp_path: Path) -> None:
 def test_a_gradient_that_is_not_finite(precision: str, kind: str, tmp_path: Path) -> None:
     """A non-finite gradient with finite losses is a loss scale collapse in fp16 only."""
     chosen = recipe(engine={"name": "eager"}, precision=precision, launch={"device": "cuda"})
-    assert diagnose(made(tmp_path, chosen, cause="gradient-not-finite", detail="x")).kind == kind
+    assert (
+        diagnose_run(made(tmp_path, chosen, cause="gradient-not-finite", detail="x")).kind == kind
+    )
 
 
 WHO = "rank 1 on host a"
@@ -196,16 +198,19 @@ def test_ends_of_which_no_rank_tells(kind: str, tmp_path: Path) -> None:
     """The verdict is the failure that the command recorded, in the same sentence."""
     run = made(tmp_path)
     ended(run, "x", failure=ENDS[kind])
-    assert (diagnose(run).kind, diagnose(run).verdict) == (kind, command_end_sentence(ENDS[kind]))
+    assert (diagnose_run(run).kind, diagnose_run(run).verdict) == (
+        kind,
+        command_end_sentence(ENDS[kind]),
+    )
 
 
 def test_processes_that_the_kernel_ended(tmp_path: Path) -> None:
     """Memory is the cause if only the kernel's count of kills explains a vanished rank."""
     run = made(tmp_path)
     ended(run, "x", failure=Failure(Cause.RANK_VANISHED, who=WHO, memory_kills=1))
-    assert diagnose(run).kind == "out-of-memory"
+    assert diagnose_run(run).kind == "out-of-memory"
     assert (
-        diagnose(run).verdict
+        diagnose_run(run).verdict
         == "out of memory: the kernel's out-of-memory killer ended 1 of this run's processes"
     )
 
@@ -213,7 +218,7 @@ def test_processes_that_the_kernel_ended(tmp_path: Path) -> None:
 @pytest.fixture
 def _usual_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """No run has measured the process's own memory."""
-    monkeypatch.setattr(diagnose_memory, "process_memory", lambda recipe: USUAL_PROCESS)
+    monkeypatch.setattr(diagnose_memory, "expected_process_memory", lambda recipe: USUAL_PROCESS)
 
 
 @pytest.mark.usefixtures("_usual_process")
@@ -222,7 +227,7 @@ def test_out_of_memory_says_what_would_fit(tmp_path: Path) -> None:
     big = {"batch": {"global_size": 64, "micro_size": 32}}
     # Two ranks share the limit of the host: 434 MiB for each.
     limit = {"memory_limit": {"name": "control group", "bytes": 2 * (434 << 20)}}
-    found = diagnose(made(tmp_path, bert(**big, zero=None), cause="out-of-memory", **limit))
+    found = diagnose_run(made(tmp_path, bert(**big, zero=None), cause="out-of-memory", **limit))
     rows = [line.strip() for line in found.evidence]
     assert any(line.startswith("->DDP") for line in rows)
     head = (
@@ -254,7 +259,7 @@ def test_out_of_memory_never_says_that_it_fits(
     asked = bert(batch={"global_size": 64, "micro_size": 32})
     rows = [
         line.strip()
-        for line in diagnose(made(tmp_path, asked, cause="out-of-memory", **limit)).evidence
+        for line in diagnose_run(made(tmp_path, asked, cause="out-of-memory", **limit)).evidence
     ]
     assert any(
         re.search(
@@ -279,7 +284,7 @@ def test_train_says_the_verdict_before_its_last_line(tmp_path: Path) -> None:
         Failure(Cause.INDEX_OUT_OF_RANGE),
         "Traceback\nIndexError: Target 7\n\n",
     )
-    lines = with_verdict(run, end).splitlines()
+    lines = add_verdict_to_output(run, end).splitlines()
     assert lines[0] == "Traceback"
     assert lines[2].startswith(
         "verdict: rank 1 on host a used a label, token or position outside the model's range: Index"
@@ -288,7 +293,7 @@ def test_train_says_the_verdict_before_its_last_line(tmp_path: Path) -> None:
     assert lines[-1] == FIRST
     stopped = made(tmp_path / "other", text="x")
     by_signal = RunEnd.from_failure(143, Failure(Cause.STOPPED, "stopped by SIGTERM"))
-    assert with_verdict(stopped, by_signal) == "ortlaunch: stopped by SIGTERM"
+    assert add_verdict_to_output(stopped, by_signal) == "ortlaunch: stopped by SIGTERM"
 
 
 @pytest.mark.parametrize("kind", ["not-finite", "loss-spike"])
@@ -296,7 +301,7 @@ def test_a_message_is_printed_once(kind: str, tmp_path: Path) -> None:
     """Each sentence and each advice is printed once for a non-finite loss and for a loss spike."""
     message = f"{NAN}\nThe run ends here."
     run = made(tmp_path, cause=kind, detail=NAN)
-    lines = with_verdict(
+    lines = add_verdict_to_output(
         run, RunEnd(1, "rank 1 failed", Failure(Cause(kind)), f"{message}\n\n")
     ).splitlines()
     assert lines[0] == f"verdict: {NAN}"
@@ -320,7 +325,7 @@ def test_numbers_beside_the_verdict(tmp_path: Path) -> None:
         run.saves, json.dumps({"step": 8, "seconds": 1.0, "error": "full"}) + "\n"
     )
     write_text_atomically(run.errors / "nccl_trace_rank_0", "x")
-    said = "\n".join(diagnose(run).evidence)
+    said = "\n".join(diagnose_run(run).evidence)
     assert "the last logged step is 9, loss 2" in said
     assert "fp16 skipped 8 of the last 8 steps" in said
     assert "bad step 4 (skip): step 4: the loss is nan" in said
@@ -333,14 +338,16 @@ def test_a_loss_that_is_nan_by_the_learning_rate(tmp_path: Path) -> None:
     for rate, first in ((2e9, "a lower optimizer.learning_rate: got 2e+09: adamw changes each"),
                         (1e-3, "check these samples")):  # fmt: skip
         chosen = recipe(optimizer={"name": "adamw", "learning_rate": rate})
-        advice = diagnose(made(tmp_path / str(rate), chosen, cause="not-finite", detail=NAN)).advice
+        advice = diagnose_run(
+            made(tmp_path / str(rate), chosen, cause="not-finite", detail=NAN)
+        ).advice
         assert advice[0].startswith(first)
         assert ("rollback" in " ".join(advice)) == (rate < 1)
 
 
 def test_a_long_verdict_is_cut_at_a_word(tmp_path: Path) -> None:
     """A text of a library is one line, which ends at a word with a mark."""
-    found = diagnose(made(tmp_path, detail="ValueError: planted\n" + "words " * 90))
+    found = diagnose_run(made(tmp_path, detail="ValueError: planted\n" + "words " * 90))
     assert found.verdict.endswith(" words ...")
     assert "planted words" in found.verdict
     # A word that is longer than the line, as a path, is cut where it must be.
@@ -352,7 +359,9 @@ def test_a_long_message_is_printed_once(tmp_path: Path) -> None:
     message = f"cannot run: {'word ' * 120}end"
     for detail, text in ((f"EngineError: {message}", f"{message}\nTry eager"), (message, message)):
         run = made(tmp_path / detail[:3], cause="raised", detail=detail)
-        lines = with_verdict(run, RunEnd(1, "rank 1 failed", None, f"{text}\n\n")).splitlines()
+        lines = add_verdict_to_output(
+            run, RunEnd(1, "rank 1 failed", None, f"{text}\n\n")
+        ).splitlines()
         assert lines[: len(text.splitlines())] == f"verdict: {text}".splitlines()
         assert "\n".join(lines).count("cannot run") == 1
 
@@ -361,12 +370,12 @@ def test_a_run_that_goes_on_and_one_that_ended_well(tmp_path: Path) -> None:
     """A running or successful run has no failure; a folder that is no run is refused."""
     run = RunDir(tmp_path)
     ended(run, "done: run, in 0:09\nto continue: ortlaunch train x.yaml", 0, JobState.SUCCEEDED)
-    assert diagnose(run).kind == "ended-well"
-    assert "  last message of the command: done: run, in 0:09" in diagnose(run).evidence
+    assert diagnose_run(run).kind == "ended-well"
+    assert "  last message of the command: done: run, in 0:09" in diagnose_run(run).evidence
     replace(JobRecord.for_this_process("torchrun", JobState.RUNNING)).write(run)
-    assert diagnose(run).kind == "running"
+    assert diagnose_run(run).kind == "running"
     with pytest.raises(InputError):
-        diagnose(RunDir(tmp_path / "nothing"))
+        diagnose_run(RunDir(tmp_path / "nothing"))
 
 
 def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -391,10 +400,15 @@ def test_a_stop_is_the_cause_where_the_command_says_so(tmp_path: Path) -> None:
     run = made(tmp_path, cause="stopped", signal=15, exit_status=85, detail=detail)
     stop = Failure(Cause.STOPPED, detail, 1, "a")
     ended(run, "x", 85, failure=stop)
-    assert (diagnose(run).kind, diagnose(run).verdict) == ("stopped", f"rank 1 on host a {detail}")
-    assert with_verdict(run, RunEnd(85, "rank 1 failed", stop)) == "ortlaunch: rank 1 failed"
+    assert (diagnose_run(run).kind, diagnose_run(run).verdict) == (
+        "stopped",
+        f"rank 1 on host a {detail}",
+    )
+    assert (
+        add_verdict_to_output(run, RunEnd(85, "rank 1 failed", stop)) == "ortlaunch: rank 1 failed"
+    )
     ended(run, "x", 137, failure=Failure(Cause.RANK_VANISHED, who="rank 0 on host a"))
-    assert diagnose(run).kind == "rank-vanished"
+    assert diagnose_run(run).kind == "rank-vanished"
 
 
 def test_ranks_of_two_hosts_are_ordered_as_the_command_orders_them(tmp_path: Path) -> None:
@@ -408,4 +422,4 @@ def test_ranks_of_two_hosts_are_ordered_as_the_command_orders_them(tmp_path: Pat
     first = first_error_record(run)
     assert first is not None
     assert first["rank"] == 1
-    assert evidence.read(run, "failed", 1, "", None).first["rank"] == 1
+    assert evidence.read_evidence(run, "failed", 1, "", None).first_record["rank"] == 1

@@ -13,9 +13,9 @@ from pydantic import ValidationError
 from ortlaunch.launch import LaunchRequest
 from ortlaunch.launch_plan import Plan
 from ortlaunch.launchers import LAUNCHERS, Launcher
-from ortlaunch.planning.describe import describe
+from ortlaunch.planning.describe import describe_plan
 from ortlaunch.planning.world import LaunchOptions, resolve_world
-from ortlaunch.resolve.prepare import check_launcher, request_of
+from ortlaunch.resolve.prepare import check_launcher, launch_request
 from ortlaunch.run_folder.folder import RunDir
 from tests.makers import host, plan, recipe
 
@@ -40,11 +40,11 @@ def test_a_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     made = recipe(launch={"launcher": "pigeon", "processes_per_node": 2})
     world = resolve_world(made, LaunchOptions(), {})
-    assert (world.launcher, world.ranks, "they fly" in world.notes) == ("pigeon", 2, True)
+    assert (world.launcher, world.rank_count, "they fly" in world.notes) == ("pigeon", 2, True)
     planned = plan(made, [host("one", 1), host("two", 1)], "pigeon")
     assert (planned.started_by.program, planned.rendezvous) == ("pigeonrun", "by pigeon")
     assert Plan.from_json(planned.to_json()) == planned
-    assert describe(planned, made).splitlines()[0].endswith("launcher pigeon")
+    assert describe_plan(planned, made).splitlines()[0].endswith("launcher pigeon")
     run = RunDir(tmp_path / "run")
     check_launcher(world, run)
-    assert request_of(planned, run).argv == ("pigeonrun", "2", *planned.argv, str(run.path))
+    assert launch_request(planned, run).argv == ("pigeonrun", "2", *planned.argv, str(run.path))

@@ -11,17 +11,17 @@ from xml.etree import ElementTree
 import pytest
 
 from ortlaunch.cause import Cause, Failure
-from ortlaunch.diagnose.report import diagnose
+from ortlaunch.diagnose.report import diagnose_run
 from ortlaunch.errors import InputError
 from ortlaunch.evaluation_metrics import METRICS
 from ortlaunch.launch import JobState
 from ortlaunch.launch.failure import RunEnd
 from ortlaunch.launch.record import Attempt, JobRecord
-from ortlaunch.other_runs.runs_table import runs_table
+from ortlaunch.other_runs.runs_table import format_runs_table
 from ortlaunch.other_runs.status import read_status
-from ortlaunch.recipe import to_yaml
-from ortlaunch.report import report
-from ortlaunch.report.curves import number, thinned, ticks
+from ortlaunch.recipe import dump_recipe_yaml
+from ortlaunch.report import write_report
+from ortlaunch.report.curves import axis_label, round_ticks, thin_points
 from ortlaunch.run_folder.folder import (
     RunDir,
     json_text,
@@ -42,7 +42,7 @@ ATTEMPT = Attempt(1, 5.0, 1, Cause.RAISED, "a rank failed", "ValueError", 25, 20
 def made(folder: Path, lines: list[dict[str, Any]], verdict: str = "done", **sections: Any) -> Path:
     """Make the folder of a run that ended, and return it."""
     run = RunDir(folder)
-    write_text_atomically(run.recipe, to_yaml(recipe(**sections)))
+    write_text_atomically(run.recipe, dump_recipe_yaml(recipe(**sections)))
     write_text_atomically(run.plan, plan(recipe(), [host("a", 2)], "torchrun").to_json())
     # A second start, which resumed after step 20.
     later = Attempt(2, 5.0, 1, Cause.RAISED, "again", "ValueError", 25, 20, 20)
@@ -74,7 +74,7 @@ def steps(*losses: float | None) -> list[dict[str, Any]]:
 
 def page(*runs: Path, to: Path) -> ElementTree.Element:
     """Return the page as a tree; it must be well-formed XML."""
-    return ElementTree.fromstring(report(runs, to, "now").read_text(encoding="utf-8"))
+    return ElementTree.fromstring(write_report(runs, to, "now").read_text(encoding="utf-8"))
 
 
 def row(tree: ElementTree.Element, name: str) -> list[str]:
@@ -150,9 +150,9 @@ def test_a_pruned_trial_is_no_failure(tmp_path: Path) -> None:
     assert row(tree, "end") == [f"ortlaunch: {detail}"]
     assert not [one for one in tree.iter("p") if one.get("class") == "warn"]
     status = read_status(run)
-    assert runs_table([status], 100).splitlines()[1].startswith("pruned")
+    assert format_runs_table([status], 100).splitlines()[1].startswith("pruned")
     assert ": pruned " in str(status)
-    said = [str(status), str(diagnose(run)), "".join(tree.itertext())]
+    said = [str(status), str(diagnose_run(run)), "".join(tree.itertext())]
     assert not [text for text in said if "to continue" in text]
 
 
@@ -288,13 +288,13 @@ def test_a_sweep(tmp_path: Path) -> None:
     head = ("trial", "state", "steps", "loss")
     table = [("0000", "complete", 10, 1.0), ("0001", "pruned", 5, None)]
     drawn = Picture([axis], lines, [("optimizer.learning_rate", 1.0)], "loss", head, table)
-    text = report(runs, tmp_path / "r.html", "now", drawn).read_text()
+    text = write_report(runs, tmp_path / "r.html", "now", drawn).read_text()
     assert f"<h1>{recipe().name}: sweep of 2 trials</h1>" in text
     assert "Thick line, the best: trial 0: loss 1<" in text
     assert text.count('class="curve best"') == 1
     assert row(ElementTree.fromstring(text), "0001") == ["pruned", "5", "-"]
     lines[1] = lines[1]._replace(tie="trial 1 has exactly the same result")
-    tied = report(runs, tmp_path / "r.html", "now", drawn).read_text()
+    tied = write_report(runs, tmp_path / "r.html", "now", drawn).read_text()
     assert "Thick line: trial 0: loss 1; trial 1 has exactly the same result<" in tied
     # Long names of fields are two lines, so that those of neighbouring axes do not overlap.
     assert ">optimizer</text>" in text
@@ -309,19 +309,23 @@ def test_what_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(
         InputError, match=r"(?s)none: is neither a folder nor.*tmp: has no job.json"
     ):
-        report([run, tmp_path / "none", tmp_path / "tmp"], tmp_path / "r.html", "now")
+        write_report([run, tmp_path / "none", tmp_path / "tmp"], tmp_path / "r.html", "now")
     with pytest.raises(InputError, match="given twice"):
-        report([run, run], tmp_path / "r.html", "now")
+        write_report([run, run], tmp_path / "r.html", "now")
     assert not (tmp_path / "r.html").exists()
 
 
 def test_a_page_replaces_only_a_page(tmp_path: Path) -> None:
     """A page replaces an earlier report, and no other file."""
     run = made(tmp_path / "one", steps(1.0))
-    assert report([run], None, "now") == report([run], None, "later") == run / "report.html"
+    assert (
+        write_report([run], None, "now")
+        == write_report([run], None, "later")
+        == run / "report.html"
+    )
     (tmp_path / "r.html").write_text("mine")
     with pytest.raises(InputError, match="exists already and is not a report"):
-        report([run], tmp_path / "r.html", "now")
+        write_report([run], tmp_path / "r.html", "now")
 
 
 def test_a_long_curve_keeps_its_spikes() -> None:
@@ -329,10 +333,10 @@ def test_a_long_curve_keeps_its_spikes() -> None:
     points = [(float(x), 1.0) for x in range(100_000)]
     # One spike among 100,000 points.
     points[77_777] = (77_777.0, 9.0)
-    drawn = thinned(points)
+    drawn = thin_points(points)
     # At most two points for each of 400 pieces, and the ends.
     assert len(drawn) < 1000
     assert (77_777.0, 9.0) in drawn
-    assert ticks(0, 600, 4) == [0, 200, 400, 600]
-    assert [number(each) for each in (0, 5e-5, 1.5e-4, 0.0125, 12.5, -2500)] == [
+    assert round_ticks(0, 600, 4) == [0, 200, 400, 600]
+    assert [axis_label(each) for each in (0, 5e-5, 1.5e-4, 0.0125, 12.5, -2500)] == [
         "0", "5e-5", "1.5e-4", "0.0125", "12.5", "-2,500"]  # fmt: skip

@@ -82,10 +82,10 @@ def reference(recipe_name: str, device: str = "cpu") -> list[float]:
     import transformers
 
     from ortlaunch.launch_plan import BatchPlan
-    from ortlaunch.recipe import load
+    from ortlaunch.recipe import load_recipe
     from ortlaunch.worker.data import Batches, LoadedData
 
-    recipe = load(ROOT / "recipes" / f"{recipe_name}.yaml", overrides(recipe_name)).recipe
+    recipe = load_recipe(ROOT / "recipes" / f"{recipe_name}.yaml", overrides(recipe_name)).recipe
     data = LoadedData(recipe)
     total = recipe.batch.global_size
     micro = recipe.batch.micro_size

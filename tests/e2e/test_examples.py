@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ortlaunch.recipe import load
+from ortlaunch.recipe import load_recipe
 from ortlaunch.resolve import shipped
 from ortlaunch.worker.data import collate
 from ortlaunch.worker.model.model import required_loss
@@ -27,13 +27,17 @@ LEARNED = {
     "gpt2": 5.9,
     "on-device/bytes": 5.2,
 }
-OWN = [name for name in LEARNED if load(shipped.find(f"examples/{name}")).recipe.model.factory]
+OWN = [
+    name
+    for name in LEARNED
+    if load_recipe(shipped.find_shipped_recipe(f"examples/{name}")).recipe.model.factory
+]
 
 
 def test_each_example_is_held_to_its_loss() -> None:
     """Every shipped example has a limit for its loss."""
     assert {f"examples/{name}" for name in LEARNED} == {
-        name for name in shipped.names() if name.startswith("examples")
+        name for name in shipped.shipped_recipe_names() if name.startswith("examples")
     }
 
 
@@ -43,8 +47,8 @@ def test_each_example_is_held_to_its_loss() -> None:
 )
 def test_the_modules_of_an_example_fit_together(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An example's model trains on a batch of its samples, and its samples are reproducible."""
-    path = shipped.find(f"examples/{name}")
-    recipe = load(path).recipe
+    path = shipped.find_shipped_recipe(f"examples/{name}")
+    recipe = load_recipe(path).recipe
 
     def made(target: str, arguments: dict[str, Any]) -> Any:
         module, _, function = target.partition(":")

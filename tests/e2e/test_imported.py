@@ -17,7 +17,9 @@ CONFIG = Path(__file__).parents[1] / "foreign_configs/axolotl.yml"
 def test_an_imported_config_trains(train: Train) -> None:
     """Axolotl's LoRA example trains with its batch, schedule and recomputation."""
     # Its model and data are on the hub; a tiny model and local text replace them.
-    made = yaml.safe_load(import_config(CONFIG, None, None, ("data.train=python-docs",)).recipe)
+    made = yaml.safe_load(
+        import_config(CONFIG, None, None, ("data.train=python-docs",)).recipe_yaml
+    )
     made["model"].update(
         pretrained=None, config={"model_type": "llama", **SMALL, "max_position_embeddings": 32}
     )

@@ -13,13 +13,13 @@ import torch
 import transformers
 from PIL import Image
 
-from ortlaunch.recipe import Recipe, load
+from ortlaunch.recipe import Recipe, load_recipe
 from ortlaunch.recipe.fields.families import DECODERS
 from ortlaunch.resolve import shipped
 from tests.ort import needs_ort
 from tests.training import records, run_here
 
-NAMES = [name for name in shipped.names() if name.startswith("models/")]
+NAMES = [name for name in shipped.shipped_recipe_names() if name.startswith("models/")]
 # One of each kind of model and of data, with all weights or adapters.
 IN_CI = {
     "models/llama3-8b", "models/qwen3-8b-lora", "models/gemma3-1b", "models/deberta-v3-base-lora",
@@ -89,7 +89,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def reduced(name: str, data: Path) -> Recipe:
     """Return the recipe with a small model of its architecture, small data and three steps."""
-    whole = load(shipped.find(name)).recipe
+    whole = load_recipe(shipped.find_shipped_recipe(name)).recipe
     changes: dict[str, Any] = {
         "precision": "fp32", "zero": None, "batch": {"global_size": 4, "micro_size": 2},
         "train.epochs": None, "train.max_steps": 3, "train.evaluate_every_steps": None,
@@ -132,8 +132,9 @@ def reduced(name: str, data: Path) -> Recipe:
         sizes = {**SMALL_ENCODER, "position_buckets": 16, "vocab_size": 400}
         changes["model.config"] = {"model_type": family, **sizes}
         changes["model.pretrained"] = deberta(data / "deberta", sizes)
-    return load(
-        shipped.find(name), [f"{key}={json.dumps(value)}" for key, value in changes.items()]
+    return load_recipe(
+        shipped.find_shipped_recipe(name),
+        [f"{key}={json.dumps(value)}" for key, value in changes.items()],
     ).recipe
 
 
@@ -171,7 +172,7 @@ def test_a_curated_recipe_trains(
     name: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three steps train, on ort with the losses and gradients of plain PyTorch."""
-    monkeypatch.syspath_prepend(str(shipped.folder() / "models"))
+    monkeypatch.syspath_prepend(str(shipped.shipped_folder() / "models"))
     recipe = reduced(name, data)
     torch.manual_seed(0)
     run = run_here(tmp_path / "run", recipe)

@@ -16,7 +16,7 @@ from ortlaunch.ortmodule import ORTModule
 from ortlaunch.ortmodule.base.graph import GraphContents
 from ortlaunch.ortmodule.witness import Witness
 from ortlaunch.recipe.fields.engine import Engine
-from ortlaunch.recipe.rules.rules import broken, device_rules
+from ortlaunch.recipe.rules.rules import broken_rule_problems, device_rules
 from ortlaunch.worker.engine.ort_settings import ortmodule_settings, prepare_ortmodule
 from ortlaunch.worker.model.model import LossModule
 from tests.makers import recipe
@@ -174,4 +174,4 @@ def refused(device: str = "cpu", **settings: Any) -> str:
     """Return the messages of the recipe's rules for these settings."""
     # Rules of the recipe, and those that depend on the device.
     made = recipe(engine={"name": "ort", **settings})
-    return "\n".join(text for _, text in [*broken(made), *device_rules(made, device)])
+    return "\n".join(text for _, text in [*broken_rule_problems(made), *device_rules(made, device)])

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 import ortlaunch
 from ortlaunch import tasks
 from ortlaunch.errors import RunError
-from ortlaunch.recipe import Recipe, to_yaml
+from ortlaunch.recipe import Recipe, dump_recipe_yaml
 from ortlaunch.recipe.fields.data import Data
 from ortlaunch.tasks import ShowDataRequest
 from ortlaunch.worker import alone
@@ -244,14 +244,14 @@ def test_one_source_for_both_is_no_severe_overlap(tmp_path: Path, cache: Any) ->
 def test_what_is_shown(tmp_path: Path, cache: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """Learned text is marked, packed chats are apart, and the JSON has the same."""
     recipe = made(tmp_path, CHATS, packing=True, evaluation=OTHERS)
-    show_data.run(ShowDataRequest(to_yaml(recipe), 1, json=False, modules=""))
+    show_data.run(ShowDataRequest(dump_recipe_yaml(recipe), 1, json=False, modules=""))
     shown = capsys.readouterr().out
     asked, answer = (each["content"] for each in CHATS[0]["messages"][1:])
     assert f"{asked} <|im_end|>" in shown
     assert f"[[{answer} <|im_end|>]]" in shown
     assert shown.count("data.train, sample 0: ") > 1
     assert "no findings" in shown
-    show_data.run(ShowDataRequest(to_yaml(recipe), 2, json=True, modules=""))
+    show_data.run(ShowDataRequest(dump_recipe_yaml(recipe), 2, json=True, modules=""))
     part = json.loads(capsys.readouterr().out)["parts"]["data.train"]
     assert (part["audited_rows"], part["findings"], len(part["shown"])) == (100, [], 2)
     assert sum(each["rows"] for each in part["lengths"]) == 100
@@ -274,7 +274,7 @@ def test_tags_are_shown_behind_their_words(
     words = ["baran", "rilek", "foxes"]
     recipe = made(tmp_path, [{"text": words, "label": tags}])
     tagged = recipe.model.model_copy(update={"task": "token-classification"})
-    text = to_yaml(recipe.model_copy(update={"model": tagged}))
+    text = dump_recipe_yaml(recipe.model_copy(update={"model": tagged}))
     show_data.run(ShowDataRequest(text, 1, json=False, modules=""))
     # The tokenizer writes a blank between the tokens of a word.
     line = re.sub(r"\]\](?! ?/)", "]]", capsys.readouterr().out)
@@ -330,7 +330,7 @@ def test_samples_of_own_functions_are_shown(tmp_path: Path) -> None:
 
 def test_output_that_nobody_reads_ends_quietly(tmp_path: Path, cache: Any) -> None:
     """`data show | head` prints no traceback and succeeds."""
-    asked = ShowDataRequest(to_yaml(made(tmp_path, CHATS)), 3, json=False, modules="")
+    asked = ShowDataRequest(dump_recipe_yaml(made(tmp_path, CHATS)), 3, json=False, modules="")
     command, request = tasks.task_command(asked), json.dumps(asked._asdict())
     read_end, write_end = os.pipe()
     process = subprocess.Popen(

@@ -11,13 +11,13 @@ from ortlaunch.cli.options import (
     Overrides,
     PortOption,
     PortsOption,
-    port_range,
+    add_launch_options,
+    parse_port_range,
     shipped_recipes,
-    with_launch_options,
 )
 
 
-@with_launch_options
+@add_launch_options
 def doctor(
     recipe: Annotated[
         Path | None,
@@ -56,13 +56,15 @@ def doctor(
     versions, addresses, ports of each other (TCP, UDP, packets of the MTU), shared folder, disk,
     clock, limits, ranks left behind. Exit status 1 if a check failed.
     """
-    from ortlaunch.doctor.finding import FAILED, as_json, format_findings
+    from ortlaunch.doctor.finding import FAILED, findings_json, format_findings
     from ortlaunch.run.checkup import CheckupOptions, check_hosts_or_this_machine
 
     if device not in (None, "cpu", "cuda"):
         raise typer.BadParameter(f"got {device}; cpu or cuda", param_hint="--device")
-    place = CheckupOptions(run_dir, device, interface, port, port_range(ports))
-    found = check_hosts_or_this_machine(recipe, tuple(overrides or ()), options, place, os.environ)
-    typer.echo(as_json(found) if json else format_findings(found))
+    checkup_options = CheckupOptions(run_dir, device, interface, port, parse_port_range(ports))
+    findings = check_hosts_or_this_machine(
+        recipe, tuple(overrides or ()), options, checkup_options, os.environ
+    )
+    typer.echo(findings_json(findings) if json else format_findings(findings))
     # True is status 1.
-    raise typer.Exit(any(finding.verdict == FAILED for finding in found))
+    raise typer.Exit(any(finding.verdict == FAILED for finding in findings))

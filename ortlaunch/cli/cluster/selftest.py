@@ -14,12 +14,12 @@ from ortlaunch.cli.options import (
     Overrides,
     PortOption,
     PortsOption,
-    port_range,
-    with_launch_options,
+    add_launch_options,
+    parse_port_range,
 )
 
 
-@with_launch_options
+@add_launch_options
 def selftest(
     overrides: Overrides = None,
     options: Any = None,
@@ -46,26 +46,32 @@ def selftest(
     engine.name=ort. Exit status 1 if a check failed.
     """
     from ortlaunch.commands.selftest import SelftestRequest
-    from ortlaunch.commands.selftest import selftest as run
-    from ortlaunch.doctor.finding import FAILED, as_json, summary
+    from ortlaunch.commands.selftest import run_selftest as run
+    from ortlaunch.doctor.finding import FAILED, findings_json, summarize_findings
     from ortlaunch.process import signals_to_handle
 
     # Exits as after Ctrl-C: `finally` blocks end all that was started, and cancel a Slurm job.
-    for number in signals_to_handle((signal.SIGTERM, signal.SIGHUP)):
-        signal.signal(number, lambda given, _: sys.exit(128 + given))
+    for signal_number in signals_to_handle((signal.SIGTERM, signal.SIGHUP)):
+        signal.signal(signal_number, lambda received_signal, _: sys.exit(128 + received_signal))
 
     # Without a terminal nobody can answer, so no job is queued.
     def may_queue(question: str) -> bool:
         return yes or (sys.stdin.isatty() and typer.confirm(question, err=True))
 
     # Ranks of other hosts need the whole path.
-    new = (folder or Path(time.strftime("selftest-%Y%m%d-%H%M%S"))).absolute()
-    request = SelftestRequest(new, tuple(overrides or ()), options, port, port_range(ports))
+    selftest_folder = (folder or Path(time.strftime("selftest-%Y%m%d-%H%M%S"))).absolute()
+    request = SelftestRequest(
+        selftest_folder, tuple(overrides or ()), options, port, parse_port_range(ports)
+    )
     findings = []
     for finding in run(request, may_queue, os.environ):
         findings.append(finding)
         # The table is printed as it grows, for a selftest takes minutes. JSON is one document.
         if not json:
             print(finding, flush=True)
-    typer.echo(as_json(findings) if json else f"{summary(findings)}; the runs are in {new}")
+    typer.echo(
+        findings_json(findings)
+        if json
+        else f"{summarize_findings(findings)}; the runs are in {selftest_folder}"
+    )
     raise typer.Exit(any(finding.verdict == FAILED for finding in findings))

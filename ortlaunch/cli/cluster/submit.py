@@ -42,8 +42,8 @@ def submit(
         return
     queued = submission.queue_job()
     # After it: a missing file is a note of the one and an error of the other.
-    _print_notes([*submission.notes, *queued.notes])
-    typer.echo(queued.number)
+    _print_notes([*submission.notes, *queued.text_lines])
+    typer.echo(queued.job_id)
 
 
 def _print_notes(notes: Sequence[str]) -> None:

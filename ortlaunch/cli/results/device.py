@@ -54,8 +54,8 @@ def train(
     """Train a checkpoint on data.train, by ONNX Runtime alone; it continues after its last step."""
     from ortlaunch.commands import device
 
-    request = DeviceRequest("train", str(artifacts), _text(checkpoint), _text(to), steps)
-    raise typer.Exit(device.start(request, tuple(overrides or ())))
+    request = DeviceRequest("train", str(artifacts), _path_text(checkpoint), _path_text(to), steps)
+    raise typer.Exit(device.start_device_verb(request, tuple(overrides or ())))
 
 
 @app.command(cls=Verb, short_help="Measure a checkpoint on data.evaluation.")
@@ -68,8 +68,8 @@ def evaluate(
     """
     from ortlaunch.commands import device
 
-    request = DeviceRequest("evaluate", str(artifacts), _text(checkpoint))
-    raise typer.Exit(device.start(request, tuple(overrides or ())))
+    request = DeviceRequest("evaluate", str(artifacts), _path_text(checkpoint))
+    raise typer.Exit(device.start_device_verb(request, tuple(overrides or ())))
 
 
 @app.command(cls=Verb, short_help="Write a checkpoint as model.onnx.")
@@ -82,7 +82,9 @@ def export(
     from ortlaunch.commands import device
 
     raise typer.Exit(
-        device.export(DeviceRequest("export", str(artifacts), _text(checkpoint), str(to)))
+        device.export_for_device(
+            DeviceRequest("export", str(artifacts), _path_text(checkpoint), str(to))
+        )
     )
 
 
@@ -103,7 +105,7 @@ def import_checkpoint(
     """
     from ortlaunch.commands import device
 
-    raise typer.Exit(device.import_checkpoint(artifacts, checkpoint, run, step, to))
+    raise typer.Exit(device.import_device_checkpoint(artifacts, checkpoint, run, step, to))
 
 
 @app.command(cls=Verb, short_help="Average the weights of clients' checkpoints.")
@@ -127,17 +129,17 @@ def average(
 
     # The weights are parsed after Typer, for its lists are separate arguments, not W,W,...
     request = DeviceRequest(
-        "average", str(artifacts), to=_text(to), checkpoints=tuple(map(str, checkpoints))
+        "average", str(artifacts), to=_path_text(to), checkpoints=tuple(map(str, checkpoints))
     )
-    raise typer.Exit(device.average(request._replace(weights=_numbers(weights))))
+    raise typer.Exit(device.average_checkpoints(request._replace(weights=_parse_weights(weights))))
 
 
-def _text(path: Path | None) -> str | None:
+def _path_text(path: Path | None) -> str | None:
     return None if path is None else str(path)
 
 
-def _numbers(text: str | None) -> tuple[float, ...] | None:
+def _parse_weights(weights_text: str | None) -> tuple[float, ...] | None:
     try:
-        return None if text is None else tuple(map(float, text.split(",")))
+        return None if weights_text is None else tuple(map(float, weights_text.split(",")))
     except ValueError:
-        raise InputError(f"--weights: got {text!r}; give numbers, as 100,250,80") from None
+        raise InputError(f"--weights: got {weights_text!r}; give numbers, as 100,250,80") from None

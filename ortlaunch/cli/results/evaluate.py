@@ -5,13 +5,13 @@ from typing import Annotated, Any
 
 import typer
 
-from ortlaunch.cli.options import CheckpointStepOption, DryRun, Overrides, with_launch_options
-from ortlaunch.cli.runs.status import by_name
+from ortlaunch.cli.options import CheckpointStepOption, DryRun, Overrides, add_launch_options
+from ortlaunch.cli.runs.status import resolve_and_print_run
 from ortlaunch.errors import InputError
 from ortlaunch.output import continue_without_output
 
 
-@with_launch_options
+@add_launch_options
 def evaluate(
     run: Annotated[
         Path,
@@ -20,7 +20,7 @@ def evaluate(
             help="A run folder; or a model, which one CPU process evaluates: a model.onnx, its "
             "folder, or the folder of a transformers model.",
             show_default=False,
-            callback=by_name,
+            callback=resolve_and_print_run,
         ),
     ],
     overrides: Overrides = None,
@@ -45,27 +45,29 @@ def evaluate(
     from ortlaunch.api.models import evaluate_model
 
     # Options that are only for the other kind of argument are refused, not ignored.
-    if evaluate_model.is_model(run):
-        _refuse(
+    if evaluate_model.is_model_path(run):
+        _refuse_option(
             "--step" if step else "--dry-run" if dry_run else None,
             run,
             "is a model; this option is for a RUN",
         )
-        raise typer.Exit(evaluate_model.evaluate(run, recipe, tuple(overrides or ()), as_json))
-    _refuse(
+        raise typer.Exit(
+            evaluate_model.evaluate_model(run, recipe, tuple(overrides or ()), as_json)
+        )
+    _refuse_option(
         "--recipe" if recipe else "--json" if as_json else None,
         run,
         "is not a model; this option is for a MODEL",
     )
-    given = run, step, tuple(overrides or ()), options
+    evaluation_arguments = run, step, tuple(overrides or ()), options
     if dry_run:
-        typer.echo(foreground.evaluation_command(*given))
+        typer.echo(foreground.evaluation_command(*evaluation_arguments))
         return
     # If the output is a pipe whose reader ends, the evaluation continues.
     continue_without_output()
-    raise typer.Exit(foreground.evaluate_in_foreground(*given))
+    raise typer.Exit(foreground.evaluate_in_foreground(*evaluation_arguments))
 
 
-def _refuse(option: str | None, path: Path, why: str) -> None:
-    if option:
-        raise InputError(f"{option}: {path} {why}")
+def _refuse_option(option_name: str | None, given_path: Path, reason: str) -> None:
+    if option_name:
+        raise InputError(f"{option_name}: {given_path} {reason}")

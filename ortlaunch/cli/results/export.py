@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from ortlaunch.cli.options import CheckpointStepOption, failed_process
+from ortlaunch.cli.options import CheckpointStepOption, exit_with_status_of_process
 from ortlaunch.cli.runs.status import RunFolder
 
 
@@ -48,5 +48,5 @@ def export(
     """
     from ortlaunch.api.runs import Run
 
-    with failed_process():
+    with exit_with_status_of_process():
         Run(run).export(form, step, to, push, lora, progress=True)

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from ortlaunch.cli.options import CheckpointStepOption, failed_process
-from ortlaunch.cli.runs.status import by_name
+from ortlaunch.cli.options import CheckpointStepOption, exit_with_status_of_process
+from ortlaunch.cli.runs.status import resolve_and_print_run
 
 
 def generate(
@@ -16,7 +16,7 @@ def generate(
             metavar="RUN|MODEL",
             help="Run folder or name, or a folder of a transformers model.",
             show_default=False,
-            callback=by_name,
+            callback=resolve_and_print_run,
         ),
     ],
     prompt: Annotated[
@@ -43,8 +43,8 @@ def generate(
     formats the prompt as a user's message, and the answer is printed on lines of its own.
     """
     from ortlaunch.api.models import GenerationRequest
-    from ortlaunch.api.models import generate as text_of
+    from ortlaunch.api.models import generate_text as text_of
 
     request = GenerationRequest(str(model), prompt, step, tokens, temperature, seed, raw)
-    with failed_process():
-        typer.echo(text_of(request, progress=True))
+    with exit_with_status_of_process():
+        typer.echo(text_of(request, shows_progress=True))

@@ -17,5 +17,5 @@ def diagnose(
     """
     from ortlaunch.api.runs import Run
 
-    found = Run(run).diagnose()
-    typer.echo(found.to_json() if json else str(found))
+    diagnosis = Run(run).diagnose()
+    typer.echo(diagnosis.to_json() if json else str(diagnosis))

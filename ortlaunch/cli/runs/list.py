@@ -29,9 +29,11 @@ def list_runs(
     from ortlaunch.output import output_columns
 
     # Each run costs the reading of several files, perhaps on a slow disk.
-    found = statuses(None if every else 20, name, state, metric)
+    run_statuses = statuses(None if every else 20, name, state, metric)
     if json:
         # `to_json` returns text, and a list needs values.
-        typer.echo(texts.dumps([texts.loads(status.to_json()) for status in found], indent=2))
+        typer.echo(
+            texts.dumps([texts.loads(status.to_json()) for status in run_statuses], indent=2)
+        )
         return
-    typer.echo(runs_table(found, output_columns()))
+    typer.echo(runs_table(run_statuses, output_columns()))

@@ -21,13 +21,13 @@ def logs(
     """
     from ortlaunch.api.runs import Run
 
-    found = Run(run)
+    selected_run = Run(run)
     is_empty = True
-    for piece in found.logs(rank, follow):
+    for piece in selected_run.logs(rank, follow):
         is_empty = False
         sys.stdout.write(piece)
         sys.stdout.flush()
     if is_empty:
-        print(f"no output: {found.status()}", file=sys.stderr)
+        print(f"no output: {selected_run.status()}", file=sys.stderr)
     if follow:
-        raise typer.Exit(found.status().job.exit_status or 0)
+        raise typer.Exit(selected_run.status().job.exit_status or 0)

@@ -10,14 +10,14 @@ import typer
 import ortlaunch
 
 
-def by_name(given: Path) -> Path:
+def resolve_and_print_run(name_or_path: Path) -> Path:
     """Return the folder of a run that is given by name; a path is returned unchanged."""
-    from ortlaunch.api.runs import resolve_name
+    from ortlaunch.api.runs import resolve_run_name
 
-    found = resolve_name(given)
-    if found != given:
-        print(f"run: {found}", file=sys.stderr, flush=True)
-    return found
+    run_folder = resolve_run_name(name_or_path)
+    if run_folder != name_or_path:
+        print(f"run: {run_folder}", file=sys.stderr, flush=True)
+    return run_folder
 
 
 # The callback replaces a name by its folder before the verb runs.
@@ -28,7 +28,7 @@ RunFolder = Annotated[
         help="Run folder, as `ortlaunch train` prints it; `latest`: the newest training "
         "in this folder or below it; a run's name: the newest run of that name; or the beginning of one folder's name.",
         show_default=False,
-        callback=by_name,
+        callback=resolve_and_print_run,
     ),
 ]
 
@@ -47,11 +47,11 @@ def status(
     from ortlaunch.output import output_columns
     from ortlaunch.units import wrap_lines
 
-    found = ortlaunch.Run(run).wait(check=False) if wait else ortlaunch.Run(run).status()
-    text = found.to_json() if json else str(found)
-    typer.echo(text if json else wrap_lines(text, output_columns()))
+    run_status = ortlaunch.Run(run).wait(check=False) if wait else ortlaunch.Run(run).status()
+    status_text = run_status.to_json() if json else str(run_status)
+    typer.echo(status_text if json else wrap_lines(status_text, output_columns()))
     if wait:
-        raise typer.Exit(found.job.exit_status or 0)
+        raise typer.Exit(run_status.job.exit_status or 0)
 
 
 def compare(first: RunFolder, second: RunFolder) -> None:

@@ -41,15 +41,15 @@ def import_config(
     from ortlaunch.errors import InputError
     from ortlaunch.other_tools import import_config as turned
     from ortlaunch.output import output_columns
-    from ortlaunch.resolve.shipped import locate
+    from ortlaunch.resolve.shipped import locate_recipe
     from ortlaunch.run_folder.folder import write_text_atomically
     from ortlaunch.units import wrap_lines
 
-    target = to or Path(f"{config.stem}-recipe.yaml")
+    recipe_path = to or Path(f"{config.stem}-recipe.yaml")
     # An imported recipe may have been edited since.
-    if target.exists():
-        raise InputError(f"{target} exists already; give another file with --to")
+    if recipe_path.exists():
+        raise InputError(f"{recipe_path} exists already; give another file with --to")
     # Written only if the result is valid.
-    found = turned(config, tool, locate(base) if base else None, overrides or [])
-    write_text_atomically(target, found.file())
-    typer.echo(wrap_lines(f"{found}\nrecipe: {target}", output_columns()))
+    imported_recipe = turned(config, tool, locate_recipe(base) if base else None, overrides or [])
+    write_text_atomically(recipe_path, imported_recipe.commented_recipe())
+    typer.echo(wrap_lines(f"{imported_recipe}\nrecipe: {recipe_path}", output_columns()))

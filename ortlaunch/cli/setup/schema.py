@@ -20,12 +20,12 @@ def schema(
     """Print the recipe's JSON schema, for editors: every field with its manual."""
     # Only the module of the chosen page is imported.
     if doctor:
-        from ortlaunch.doctor.schema import json_schema as text
+        from ortlaunch.doctor.schema import findings_schema_text as text
     elif run_folder:
         from ortlaunch.run_folder.reference import run_folder_page as text
     elif markdown:
-        from ortlaunch.recipe.manual.reference import markdown as text
+        from ortlaunch.recipe.manual.reference import recipe_markdown as text
     else:
-        from ortlaunch.recipe.manual.schema import json_schema as text
+        from ortlaunch.recipe.manual.schema import editor_schema_text as text
     # The text ends with a newline, and the files in docs/ must be equal to the byte.
     typer.echo(text(), nl=False)

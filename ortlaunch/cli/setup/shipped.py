@@ -11,16 +11,16 @@ def constraints(
     ] = "torch-2.13",
 ) -> None:
     """Print a tested set of versions, for `pip install -c FILE`."""
-    from ortlaunch.resolve.shipped import text
+    from ortlaunch.resolve.shipped import read_shipped_text
 
     # The file ends with a newline; a copy by `>` is then exact.
-    typer.echo(text("constraints", name), nl=False)
+    typer.echo(read_shipped_text("constraints", name), nl=False)
 
 
 def hostfile(
     name: Annotated[str, typer.Argument(help="deepspeed, mpich or openmpi.")] = "openmpi",
 ) -> None:
     """Print an example of a host file, in the style of a launcher."""
-    from ortlaunch.resolve.shipped import text
+    from ortlaunch.resolve.shipped import read_shipped_text
 
-    typer.echo(text("hostfiles", name), nl=False)
+    typer.echo(read_shipped_text("hostfiles", name), nl=False)

@@ -6,11 +6,11 @@ from typing import Annotated, Any
 
 import typer
 
-from ortlaunch.cli.options import Overrides, RecipePath, with_launch_options
+from ortlaunch.cli.options import Overrides, RecipePath, add_launch_options
 from ortlaunch.output import continue_without_output
 
 
-@with_launch_options
+@add_launch_options
 def bench(
     recipe: RecipePath,
     overrides: Overrides = None,
@@ -55,14 +55,18 @@ def bench(
     """Measure engines and options side by side: speed, memory, time to first step, and parity with
     plain PyTorch."""
     from ortlaunch.bench import command
-    from ortlaunch.bench.measure import Length
-    from ortlaunch.resolve.resolve import resolve
+    from ortlaunch.bench.measure import MeasurementLength
+    from ortlaunch.resolve.resolve import resolve_command
 
-    profiled = ["log.profile_steps=[1,6]"] if profile else []
-    resolved = resolve(recipe, (*(overrides or ()), *profiled), options, os.environ)
+    profile_override = ["log.profile_steps=[1,6]"] if profile else []
+    resolved_run = resolve_command(
+        recipe, (*(overrides or ()), *profile_override), options, os.environ
+    )
     # Empty: the bench itself chooses all engines.
-    chosen = tuple(name.strip() for name in engines.split(",")) if engines is not None else ()
-    length = Length(rounds, steps, one_at_a_time)
+    engine_names = tuple(name.strip() for name in engines.split(",")) if engines is not None else ()
+    length = MeasurementLength(rounds, steps, one_at_a_time)
     # Hours of measurements must not end because the reader of the output has.
     continue_without_output()
-    raise typer.Exit(command.bench(resolved, chosen, vary or (), length, out, picture))
+    raise typer.Exit(
+        command.run_bench_command(resolved_run, engine_names, vary or (), length, out, picture)
+    )

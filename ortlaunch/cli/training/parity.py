@@ -4,11 +4,11 @@ from typing import Annotated, Any
 
 import typer
 
-from ortlaunch.cli.options import DryRun, Overrides, RecipePath, RunDirOption, with_launch_options
+from ortlaunch.cli.options import DryRun, Overrides, RecipePath, RunDirOption, add_launch_options
 from ortlaunch.cli.training.train import start
 
 
-@with_launch_options
+@add_launch_options
 def parity(
     recipe: RecipePath,
     overrides: Overrides = None,

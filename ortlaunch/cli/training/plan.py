@@ -5,10 +5,10 @@ from typing import Annotated, Any
 
 import typer
 
-from ortlaunch.cli.options import Overrides, RecipePath, with_launch_options
+from ortlaunch.cli.options import Overrides, RecipePath, add_launch_options
 
 
-@with_launch_options
+@add_launch_options
 def plan(
     recipe: RecipePath,
     overrides: Overrides = None,
@@ -39,11 +39,13 @@ def plan(
     from ortlaunch.output import output_columns
     from ortlaunch.units import wrap_lines
 
-    found = plan_run(recipe, tuple(overrides or ()), options, {})
+    planned_run = plan_run(recipe, tuple(overrides or ()), options, {})
     if predict:
-        found.predict_step_cost_into_cache()
+        planned_run.predict_step_cost_into_cache()
     if diff is not None:
-        changes = found.differences_from(diff)
+        changes = planned_run.differences_from(diff)
         typer.echo("\n".join(changes) if changes else f"same plan as {diff}")
         return
-    typer.echo(found.plan.to_json() if json else wrap_lines(str(found), output_columns()))
+    typer.echo(
+        planned_run.plan.to_json() if json else wrap_lines(str(planned_run), output_columns())
+    )

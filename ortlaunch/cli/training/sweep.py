@@ -7,7 +7,7 @@ import typer
 
 import ortlaunch
 from ortlaunch.cli.hints import Verb, Verbs
-from ortlaunch.cli.options import Overrides, RecipePath, with_launch_options
+from ortlaunch.cli.options import Overrides, RecipePath, add_launch_options
 from ortlaunch.output import continue_without_output
 
 
@@ -15,9 +15,13 @@ class _SweepVerbs(Verbs):
     """The verbs of `ortlaunch sweep`, of which `run` may be left out."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        first = next(iter(args), "-")
-        words = args if first.startswith("-") or first in self.commands else ["run", *args]
-        return super().parse_args(ctx, words)
+        first_argument = next(iter(args), "-")
+        arguments = (
+            args
+            if first_argument.startswith("-") or first_argument in self.commands
+            else ["run", *args]
+        )
+        return super().parse_args(ctx, arguments)
 
 
 app = typer.Typer(
@@ -29,7 +33,7 @@ Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the sw
 
 
 @app.command(cls=Verb, short_help="Run the trials of a recipe's section sweep, or continue them.")
-@with_launch_options
+@add_launch_options
 def run(
     recipe: RecipePath,
     overrides: Overrides = None,
@@ -59,8 +63,13 @@ def status(folder: Folder) -> None:
 @app.command(cls=Verb, short_help="Print the recipe of the best trial.")
 def best(folder: Folder) -> None:
     """Print the recipe of the best trial; with several metrics of each that no other one beats."""
-    found = ortlaunch.Sweep(folder)
-    typer.echo("".join(found.recipe(one.number).read_text() for one in found.best()), nl=False)
+    opened_sweep = ortlaunch.Sweep(folder)
+    typer.echo(
+        "".join(
+            opened_sweep.recipe(best_trial.number).read_text() for best_trial in opened_sweep.best()
+        ),
+        nl=False,
+    )
 
 
 @app.command(cls=Verb, short_help="Write one HTML page of the runs of all trials.")

@@ -13,12 +13,12 @@ from ortlaunch.cli.options import (
     RecipePath,
     ResumeOption,
     RunDirOption,
-    with_launch_options,
+    add_launch_options,
 )
 from ortlaunch.output import continue_without_output
 
 
-@with_launch_options
+@add_launch_options
 def train(
     recipe: RecipePath,
     overrides: Overrides = None,
@@ -58,14 +58,14 @@ def start(
     dry_run: bool,
     resume: tuple[str, tuple[str, ...]] = ("auto", ()),
 ) -> None:
-    """Run the ranks and exit with the run's status; with `dry_run` only print the command.
+    """Run the ranks and exit with the run's status; with `evaluation_request_text` only print the command.
 
     Args:
         recipe: its path, or the name of a shipped one.
         overrides: KEY.PATH=VALUE of the command line.
         options: launcher, hosts and ranks.
         run_dir: the run folder; None: a new one.
-        dry_run: whether to print the command instead of running it.
+        evaluation_request_text: whether to print the command instead of running it.
         resume: values of --resume and --allow.
     """
     from ortlaunch.api import foreground

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from ortlaunch.recipe.fields.best import KeepBest
-from ortlaunch.recipe.fields.section import Positive, Section, tuple_of
+from ortlaunch.recipe.fields.section import Positive, Section, convert_list_to_tuple
 
 
 class Checkpoint(Section):
@@ -29,7 +29,9 @@ class Checkpoint(Section):
     keep_best: KeepBest | None = None
     """Save after each evaluation that is the best so far, and keep the best checkpoint in addition
     to those of `keep`, as `{metric: f1_macro}`; null: none."""
-    export: Annotated[tuple[Literal["huggingface", "onnx"], ...], BeforeValidator(tuple_of)] = ()
+    export: Annotated[
+        tuple[Literal["huggingface", "onnx"], ...], BeforeValidator(convert_list_to_tuple)
+    ] = ()
     """Also write each checkpoint as a model, as [huggingface, onnx], into `exports/`, as `ortlaunch
     export` does (an ONNX model is run and compared with PyTorch). One process beside rank 0 does so
     on the CPU while training goes on, and the end of the run waits for it. An export is deleted

@@ -14,7 +14,7 @@ from ortlaunch.recipe.fields.prompts import PromptName, PromptTemplate
 from ortlaunch.recipe.fields.section import (
     LIST,
     MAPPING,
-    MOST,
+    MAX_COUNT,
     PART,
     WORD,
     OneOrMore,
@@ -22,26 +22,26 @@ from ortlaunch.recipe.fields.section import (
     Section,
     Text,
     Words,
-    tuple_of,
+    convert_list_to_tuple,
 )
 
 
 # pydantic runs a Discriminator before it validates: a value may be plain YAML, or a model that was
 # built in code.
-def _kind(value: object) -> str:
+def _source_branch(value: object) -> str:
     """Return the branch of "a name, a mapping or a list" that a value belongs to."""
     if isinstance(value, (list, tuple)):
         return LIST
     return MAPPING if isinstance(value, (dict, BaseModel)) else WORD
 
 
-def _kind_of_one(value: object) -> str:
+def _single_source_branch(value: object) -> str:
     return MAPPING if isinstance(value, (dict, BaseModel)) else WORD
 
 
-def _kind_of_evaluation(value: object) -> str:
-    part = isinstance(value, dict) and bool({"share", "samples"} & value.keys())
-    return PART if part or isinstance(value, HeldOut) else _kind_of_one(value)
+def _evaluation_branch(value: object) -> str:
+    is_held_out_part = isinstance(value, dict) and bool({"share", "samples"} & value.keys())
+    return PART if is_held_out_part or isinstance(value, HeldOut) else _single_source_branch(value)
 
 
 SpecialToken = Literal[
@@ -50,7 +50,7 @@ SpecialToken = Literal[
 SevereFinding = Literal["no_answers", "unknown_tokens", "overlap"]
 PromptChoice = Annotated[
     Annotated[PromptName, Tag(WORD)] | Annotated[PromptTemplate, Tag(MAPPING)],
-    Discriminator(_kind_of_one),
+    Discriminator(_single_source_branch),
 ]
 
 
@@ -192,7 +192,7 @@ class TokenizerTraining(Section):
 
     train: Literal["wordpiece", "bpe"]
     """`wordpiece` as in BERT (lower case), `bpe` byte-level as in GPT-2 and Llama-3."""
-    vocab_size: Annotated[int, Field(ge=300, le=MOST)] = 30522
+    vocab_size: Annotated[int, Field(ge=300, le=MAX_COUNT)] = 30522
     """Upper bound of the vocabulary; a small corpus may give fewer entries."""
 
 
@@ -211,12 +211,12 @@ class MaskedLm(Section):
 
 
 # The lower bound of `sequence_length`, too.
-BucketLength = Annotated[int, Field(ge=8, le=MOST)]
+BucketLength = Annotated[int, Field(ge=8, le=MAX_COUNT)]
 BuiltIn = Literal["python-docs", "python-chats"]
 # Tags instead of a plain union: pydantic then reports errors of the chosen branch only.
 Source = Annotated[
     Annotated[BuiltIn, Tag(WORD)] | Annotated[Corpus, Tag(MAPPING)],
-    Discriminator(_kind_of_one),
+    Discriminator(_single_source_branch),
 ]
 
 
@@ -234,11 +234,11 @@ class HeldOut(Section):
 
 EvaluationSource = Annotated[
     Annotated[BuiltIn, Tag(WORD)] | Annotated[Corpus, Tag(MAPPING)] | Annotated[HeldOut, Tag(PART)],
-    Discriminator(_kind_of_evaluation),
+    Discriminator(_evaluation_branch),
 ]
 TokenizerChoice = Annotated[
     Annotated[Text, Tag(WORD)] | Annotated[TokenizerTraining, Tag(MAPPING)],
-    Discriminator(_kind_of_one),
+    Discriminator(_single_source_branch),
 ]
 
 
@@ -256,8 +256,10 @@ class Part(Section):
 TrainingSource = Annotated[
     Annotated[BuiltIn, Tag(WORD)]
     | Annotated[Corpus, Tag(MAPPING)]
-    | Annotated[tuple[Part, ...], BeforeValidator(tuple_of), Field(min_length=1), Tag(LIST)],
-    Discriminator(_kind),
+    | Annotated[
+        tuple[Part, ...], BeforeValidator(convert_list_to_tuple), Field(min_length=1), Tag(LIST)
+    ],
+    Discriminator(_source_branch),
 ]
 
 
@@ -294,14 +296,17 @@ class Data(Section):
     `model.pretrained`. It is exported with the model."""
     transcript_length: Positive = 128
     """Tokens that the transcript of a recording is padded to; a longer one is refused."""
-    sequence_length: Annotated[int, Field(ge=8, le=MOST)] | None = None
+    sequence_length: Annotated[int, Field(ge=8, le=MAX_COUNT)] | None = None
     """Tokens of a sample, the same for all: shorter texts are padded, longer ones cut. All steps
     then run one graph, for which ONNX Runtime and torch.compile plan and reserve memory once; null
     only for custom data."""
     # Three at most, because every length is a graph of its own: one more compilation, one more
     # memory plan.
     bucket_lengths: (
-        Annotated[tuple[BucketLength, ...], BeforeValidator(tuple_of), Field(max_length=3)] | None
+        Annotated[
+            tuple[BucketLength, ...], BeforeValidator(convert_list_to_tuple), Field(max_length=3)
+        ]
+        | None
     ) = None
     """Up to three lengths below `sequence_length`, for chats and texts with labels, as [64, 128].
     The samples of a step are grouped by length into its passes and ranks, and each micro batch is
@@ -323,7 +328,9 @@ class Data(Section):
     by first-fit decreasing; none attends to another, and positions restart at 0, as with
     `attend_across_documents: false`. A sample of a batch, or a weight of a mixture, is then such a
     pack; `evaluation: {share: ...}` still holds out rows. Text is always packed."""
-    allow_findings: Annotated[tuple[SevereFinding, ...], BeforeValidator(tuple_of)] = ()
+    allow_findings: Annotated[
+        tuple[SevereFinding, ...], BeforeValidator(convert_list_to_tuple)
+    ] = ()
     """Severe findings of the data's audit that shall not end the training: `no_answers`, nearly all
     chats have no learned token; `unknown_tokens`, half of the tokens are unknown to the tokenizer;
     `overlap`, half of the evaluation rows are training rows, from another source. `ortlaunch data
@@ -351,7 +358,9 @@ class Data(Section):
     def factories(self) -> list[str]:
         """The user's own functions that make training samples."""
         sources = [part.source for part in self.parts]
-        return [each.factory for each in sources if isinstance(each, Corpus) and each.factory]
+        return [
+            source.factory for source in sources if isinstance(source, Corpus) and source.factory
+        ]
 
     @property
     def is_custom(self) -> bool:
@@ -375,9 +384,11 @@ class Data(Section):
 
     def sources(self) -> Iterator[tuple[str, str | Corpus]]:
         """Yield every source with its key in the recipe."""
-        for number, part in enumerate(self.parts):
+        for part_index, part in enumerate(self.parts):
             yield (
-                f"data.train[{number}].source" if isinstance(self.train, tuple) else "data.train",
+                f"data.train[{part_index}].source"
+                if isinstance(self.train, tuple)
+                else "data.train",
                 part.source,
             )
         if isinstance(self.evaluation, (str, Corpus)):

@@ -13,7 +13,7 @@ from typing import Any
 from ortlaunch.recipe.fields.recipe import Recipe
 from ortlaunch.recipe.fields.zero import Zero
 from ortlaunch.recipe.text.place import Problem
-from ortlaunch.recipe.text.words import closest
+from ortlaunch.recipe.text.words import closest_name
 
 # DeepSpeed's name -> the recipe's field. Setting one of these raw is refused, because two places
 # for one value could disagree.
@@ -50,13 +50,13 @@ _REFUSED = {
 }
 
 
-def _words(text: str) -> list[str]:
+def _split_words(text: str) -> list[str]:
     return text.split()
 
 
 # Known top-level keys of DeepSpeed, without the owned ones. A recipe may set them raw, except those
 # in _REFUSED.
-TOP = _words("""
+TOP_LEVEL_KEYS = _split_words("""
     activation_checkpointing aio amp autotuning bf16 checkpoint comms_logger communication_data_type compile
     compression_training curriculum_learning data_efficiency data_types dataloader_drop_last disable_allgather
     dump_state elasticity eigenvalue flops_profiler fp16 fp32_allreduce grad_accum_dtype gradient_predivide_factor
@@ -68,15 +68,15 @@ TOP = _words("""
 
 # The known keys of some sections. In other sections any key is accepted; only the value `auto` is
 # refused.
-NESTED = {
-    "fp16": _words("""
+NESTED_KEYS = {
+    "fp16": _split_words("""
         auto_cast consecutive_hysteresis enabled fp16_master_weights_and_grads hysteresis initial_scale_power
         loss_scale loss_scale_window min_loss_scale
     """),
-    "bf16": _words("""
+    "bf16": _split_words("""
         bf16_master_weights_and_grads bf16_optimizer_states check_grad_overflow enabled immediate_grad_update
     """),
-    "zero_optimization": _words("""
+    "zero_optimization": _split_words("""
         allgather_bucket_size allgather_partitions allgather_sequential compute_grad_norm contiguous_gradients
         cpu_offload cpu_offload_param cpu_offload_use_pin_memory elastic_checkpoint enable_sanity_checks
         gather_16bit_weights_on_model_save ignore_unused_parameters leaf_module legacy_stage1 load_from_fp32_weights
@@ -92,11 +92,11 @@ NESTED = {
         use_multi_rank_bucket_allreduce zenflow zero_hpz_partition_size zero_quantized_gradients
         zero_quantized_nontrainable_weights zero_quantized_weights
     """),
-    "zero_optimization.offload_optimizer": _words("""
+    "zero_optimization.offload_optimizer": _split_words("""
         buffer_count cpuadam_cores_perc device fast_init nvme_path pin_memory pipeline_read pipeline_write ratio
         super_offload
     """),
-    "zero_optimization.offload_param": _words("""
+    "zero_optimization.offload_param": _split_words("""
         buffer_count buffer_size device max_in_cpu nvme_path pin_memory
     """),
 }
@@ -104,12 +104,12 @@ NESTED = {
 # Name of a setting -> the recipe's path for it, for hints about misplaced keys. Only unambiguous
 # names.
 # A name without an underscore (`stage`, `enabled`) could mean a field of another section.
-SETTINGS = {
+PATH_BY_SETTING = {
     name: DEEPSPEED_OWNED.get(path, f"zero.deepspeed.{path}")
     for section, names in {
-        "": TOP,
-        "zero_optimization.": NESTED["zero_optimization"],
-        "fp16.": NESTED["fp16"],
+        "": TOP_LEVEL_KEYS,
+        "zero_optimization.": NESTED_KEYS["zero_optimization"],
+        "fp16.": NESTED_KEYS["fp16"],
     }.items()
     for name in names
     for path in (f"{section}{name}",)
@@ -120,24 +120,24 @@ SETTINGS = {
 def deepspeed_rules(recipe: Recipe) -> Iterator[Problem]:
     """Yield the problems of the raw settings and of `zero.offload`."""
     if recipe.zero:
-        yield from _settings(recipe.zero.deepspeed, "")
-        yield from _offloads(recipe.zero)
+        yield from _raw_setting_rules(recipe.zero.deepspeed, "")
+        yield from _offload_rules(recipe.zero)
 
 
-def _offloads(zero: Zero) -> Iterator[Problem]:
+def _offload_rules(zero: Zero) -> Iterator[Problem]:
     offload = zero.offload
     if offload is None:
         return
     devices = {"optimizer": offload.optimizer, "parameters": offload.parameters}
-    for name, device in devices.items():
+    for tensor_kind, device in devices.items():
         # ZeRO shards parameters at stage 3 only, and its NVMe swapping exists at that stage only.
-        least = 3 if name == "parameters" or device == "nvme" else 1
-        if device and zero.stage < least:
-            paths = (f"zero.offload.{name}", "zero.stage")
+        least_stage = 3 if tensor_kind == "parameters" or device == "nvme" else 1
+        if device and zero.stage < least_stage:
+            key_names = (f"zero.offload.{tensor_kind}", "zero.stage")
             yield (
-                paths,
+                key_names,
                 f"got {device} with ZeRO {zero.stage}; DeepSpeed supports this from stage "
-                f"{least} on",
+                f"{least_stage} on",
             )
     if not any(devices.values()):
         yield (
@@ -153,26 +153,34 @@ def _offloads(zero: Zero) -> Iterator[Problem]:
         yield ("zero.offload.nvme_path",), "has no effect without nvme; leave it out"
 
 
-def _settings(settings: dict[str, Any], section: str) -> Iterator[Problem]:
+def _raw_setting_rules(raw_settings: dict[str, Any], section_path: str) -> Iterator[Problem]:
     # None: NESTED does not list this section, so no key in it is reported as unknown.
-    known = NESTED.get(section) if section else [*TOP, *DEEPSPEED_OWNED]
-    for key, value in settings.items():
-        name = f"{section}.{key}" if section else key
-        path = (f"zero.deepspeed.{name}",)
-        if name in DEEPSPEED_OWNED:
-            yield path, f"is set by the recipe: change {DEEPSPEED_OWNED[name]} instead"
-        elif name in _REFUSED:
-            yield path, _REFUSED[name]
-        elif known is not None and key not in known:
-            guess = closest(key, known)
-            yield path, "unknown DeepSpeed key" + (f"; did you mean {guess}?" if guess else "")
+    known_keys = (
+        NESTED_KEYS.get(section_path) if section_path else [*TOP_LEVEL_KEYS, *DEEPSPEED_OWNED]
+    )
+    for key, value in raw_settings.items():
+        setting_path = f"{section_path}.{key}" if section_path else key
+        key_names = (f"zero.deepspeed.{setting_path}",)
+        if setting_path in DEEPSPEED_OWNED:
+            yield key_names, f"is set by the recipe: change {DEEPSPEED_OWNED[setting_path]} instead"
+        elif setting_path in _REFUSED:
+            yield key_names, _REFUSED[setting_path]
+        elif known_keys is not None and key not in known_keys:
+            closest_key = closest_name(key, known_keys)
+            yield (
+                key_names,
+                "unknown DeepSpeed key" + (f"; did you mean {closest_key}?" if closest_key else ""),
+            )
         elif value == "auto":
             yield (
-                path,
+                key_names,
                 "got auto, which only Hugging Face's Trainer fills in; leave it out for "
                 "DeepSpeed's default",
             )
         elif isinstance(value, dict):
-            yield from _settings(value, name)
-        elif name in NESTED and value is not None:
-            yield path, f"got {str(value).lower()}; it must be a mapping, as in DeepSpeed's JSON"
+            yield from _raw_setting_rules(value, setting_path)
+        elif setting_path in NESTED_KEYS and value is not None:
+            yield (
+                key_names,
+                f"got {str(value).lower()}; it must be a mapping, as in DeepSpeed's JSON",
+            )

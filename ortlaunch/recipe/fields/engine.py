@@ -186,8 +186,10 @@ class Engine(Section):
     checkpointing, which becomes memory optimization), nor with memory_efficient_grad_management.
     null: on, except with these three."""
 
-    def lines(self) -> list[str]:
+    def setting_lines(self) -> list[str]:
         """Return a line on the settings other than the defaults; none without such."""
-        chosen = self.model_dump(mode="json", exclude_defaults=True, exclude={"name"})
-        shown = ", ".join(f"{name}: {json.dumps(value)}" for name, value in chosen.items())
-        return [f"engine {self.name}: {shown}"] if chosen else []
+        non_default_values = self.model_dump(mode="json", exclude_defaults=True, exclude={"name"})
+        settings_text = ", ".join(
+            f"{name}: {json.dumps(value)}" for name, value in non_default_values.items()
+        )
+        return [f"engine {self.name}: {settings_text}"] if non_default_values else []

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 # Fields of every transformers config (PretrainedConfig).
-COMMON = {
+COMMON_FIELDS = {
     "model_type", "architectures", "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id",
     "id2label", "label2id", "num_labels", "problem_type", "tie_word_embeddings", "use_cache", "dtype", "torch_dtype",
     "output_attentions", "output_hidden_states", "return_dict", "chunk_size_feed_forward", "transformers_version",
@@ -25,7 +25,7 @@ COMMON_DEFAULTS: dict[str, Any] = {
     "add_cross_attention": False,
 }
 # Defaults of transformers' BertConfig, which are BERT-base, uncased.
-BERT: dict[str, Any] = {
+BERT_DEFAULTS: dict[str, Any] = {
     "vocab_size": 30522,
     "hidden_size": 768,
     "num_hidden_layers": 12,
@@ -42,7 +42,7 @@ BERT: dict[str, Any] = {
     "classifier_dropout": None,
 }
 # Defaults of transformers' LlamaConfig, which are Llama 1 with 7 billion parameters.
-LLAMA: dict[str, Any] = {
+LLAMA_DEFAULTS: dict[str, Any] = {
     "vocab_size": 32000,
     "hidden_size": 4096,
     "num_hidden_layers": 32,
@@ -62,10 +62,10 @@ LLAMA: dict[str, Any] = {
     "mlp_bias": False,
     "head_dim": None,
 }
-FAMILIES = {"bert": BERT, "llama": LLAMA}
+FAMILIES = {"bert": BERT_DEFAULTS, "llama": LLAMA_DEFAULTS}
 
 
-class Decoder(NamedTuple):
+class DecoderTraits(NamedTuple):
     """Parameters of a model type beside those of Llama."""
 
     norms: int = 0
@@ -78,13 +78,13 @@ class Decoder(NamedTuple):
 
 # Their plans count memory; only transformers knows their other fields.
 DECODERS = {
-    "llama": Decoder(),
-    "mistral": Decoder(),
-    "phi3": Decoder(),
-    "qwen3": Decoder(head_norms=True),
-    "gemma3_text": Decoder(norms=2, head_norms=True, tied=True),
+    "llama": DecoderTraits(),
+    "mistral": DecoderTraits(),
+    "phi3": DecoderTraits(),
+    "qwen3": DecoderTraits(head_norms=True),
+    "gemma3_text": DecoderTraits(norms=2, head_norms=True, tied=True),
 }
-SIZES = {
+SIZE_FIELDS = {
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"
 }  # fmt: skip
 _ENCODER = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
@@ -92,7 +92,7 @@ _TABLES = ("vocab_size", "max_position_embeddings", "type_vocab_size")
 _WHISPER = ("d_model", "encoder_ffn_dim", "encoder_layers", "decoder_layers", "num_mel_bins", "vocab_size",
             "encoder_attention_heads", "max_source_positions", "max_target_positions")  # fmt: skip
 # Families whose tensors planning/model_sizes.py counts, with the fields that a config must have.
-COUNTED: dict[str, tuple[str, ...]] = {
+SIZE_FIELDS_BY_TYPE: dict[str, tuple[str, ...]] = {
     "deberta-v2": (*_ENCODER, "vocab_size", "position_buckets"),
     "distilbert": (
         "dim",
@@ -118,7 +118,7 @@ COUNTED: dict[str, tuple[str, ...]] = {
     "whisper": _WHISPER,
 }
 # Names of sizes that a plan reads, with a family's own names.
-_OWN_NAMES = {
+_FIELD_NAMES_BY_TYPE = {
     "distilbert": {
         "hidden_size": "dim", "intermediate_size": "hidden_dim", "num_attention_heads": "n_heads",
         "num_hidden_layers": "n_layers", "hidden_dropout_prob": "dropout",
@@ -134,13 +134,13 @@ _OWN_NAMES = {
         "attention_probs_dropout_prob": "attention_dropout",
     },
 }  # fmt: skip
-_TENTH = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+_DROPOUT_OF_ONE_TENTH = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
 # Their defaults in transformers, of families without a table of all fields.
 _DROPOUTS = {
-    **dict.fromkeys(("distilbert", "electra", "gpt2", "roberta"), _TENTH),
+    **dict.fromkeys(("distilbert", "electra", "gpt2", "roberta"), _DROPOUT_OF_ONE_TENTH),
     "opt": {"hidden_dropout_prob": 0.1},
 }
-CONFIG_FIELDS = COMMON | set(BERT) | set(LLAMA)
+CONFIG_FIELDS = COMMON_FIELDS | set(BERT_DEFAULTS) | set(LLAMA_DEFAULTS)
 # Linear layers that can get a low-rank adapter, by the last part of their name.
 LINEAR_LAYERS = {
     "bert": ("query", "key", "value", "dense"),
@@ -151,47 +151,51 @@ LINEAR_LAYERS = {
 def known_fields(model_type: object) -> set[str] | None:
     """Return the field names of a config of this type; None where only transformers knows them."""
     family = FAMILIES.get(str(model_type))
-    return None if family is None else COMMON | set(family)
+    return None if family is None else COMMON_FIELDS | set(family)
 
 
-def complete(config: dict[str, Any] | None) -> dict[str, Any] | None:
+def fill_config_defaults(config: dict[str, Any] | None) -> dict[str, Any] | None:
     """Return the config with the family's defaults filled in, or None for other model types.
 
     Types like Llama have Llama's defaults, but none for their sizes.
     """
-    kind = str((config or {}).get("model_type"))
-    if config is None or kind not in (*FAMILIES, *DECODERS):
+    model_type = str((config or {}).get("model_type"))
+    if config is None or model_type not in (*FAMILIES, *DECODERS):
         return None
-    if kind in FAMILIES:
-        return {**FAMILIES[kind], **config}
-    defaults = {**LLAMA, "tie_word_embeddings": DECODERS[kind].tied}
-    return {**defaults, **config} if set(config) >= SIZES else None
+    if model_type in FAMILIES:
+        return {**FAMILIES[model_type], **config}
+    defaults = {**LLAMA_DEFAULTS, "tie_word_embeddings": DECODERS[model_type].tied}
+    return {**defaults, **config} if set(config) >= SIZE_FIELDS else None
 
 
-def sized(config: dict[str, Any]) -> dict[str, Any] | None:
+def normalize_sizes(config: dict[str, Any]) -> dict[str, Any] | None:
     """Return a config of a family of `COUNTED` with the names of sizes that a plan reads.
 
     None for other model types, or if a size is unknown: nothing is filled in.
     """
-    kind = config.get("model_type")
-    if kind not in COUNTED or not all(config.get(name) is not None for name in COUNTED[kind]):
+    model_type = config.get("model_type")
+    if model_type not in SIZE_FIELDS_BY_TYPE or not all(
+        config.get(name) is not None for name in SIZE_FIELDS_BY_TYPE[model_type]
+    ):
         return None
-    if kind == "vit":
+    if model_type == "vit":
         # The tokens of an image, with the one of its class.
         positions = int((config["image_size"] // config["patch_size"]) ** 2 + 1)
         return {**config, "vocab_size": 0, "positions": positions}
-    if kind != "whisper":
-        names = _OWN_NAMES.get(str(kind), {})
-        named = {name: config[own] for name, own in names.items() if own in config}
-        if kind == "gpt2":
-            named["intermediate_size"] = config.get("n_inner") or 4 * config["n_embd"]
+    if model_type != "whisper":
+        own_names = _FIELD_NAMES_BY_TYPE.get(str(model_type), {})
+        renamed_sizes = {
+            name: config[own_name] for name, own_name in own_names.items() if own_name in config
+        }
+        if model_type == "gpt2":
+            renamed_sizes["intermediate_size"] = config.get("n_inner") or 4 * config["n_embd"]
         # Its embeddings are projected, as those of one published size are.
         if (
-            kind == "opt"
+            model_type == "opt"
             and config.get("word_embed_proj_dim", config["hidden_size"]) != config["hidden_size"]
         ):
             return None
-        return {**_DROPOUTS.get(str(kind), {}), **config, **named}
+        return {**_DROPOUTS.get(str(model_type), {}), **config, **renamed_sizes}
     return {
         **config,
         "hidden_size": config["d_model"],

@@ -14,12 +14,12 @@ from pydantic.fields import FieldInfo
 
 from ortlaunch.recipe.fields.recipe import Recipe
 from ortlaunch.recipe.fields.section import NameIn
-from ortlaunch.recipe.text.place import KeyPath, dotted
+from ortlaunch.recipe.text.place import KeyPath, format_key_path
 
 _CONTAINERS = (tuple, dict)
 
 
-def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+def models_of_section(annotation: Any) -> Iterator[type[BaseModel]]:
     """Yield the models inside Optional, Union and Annotated.
 
     The items of a list, and the values of a mapping with keys of the user's, are not a section.
@@ -33,162 +33,183 @@ def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
     ):
         yield annotation
     for argument in typing.get_args(annotation):
-        yield from models_in(argument)
+        yield from models_of_section(argument)
 
 
-def items_in(annotation: Any) -> Iterator[type[BaseModel]]:
+def item_models(annotation: Any) -> Iterator[type[BaseModel]]:
     """Yield the models of the items of a list, or of the values of such a mapping."""
-    inside = typing.get_args(annotation)
-    for argument in inside:
+    type_arguments = typing.get_args(annotation)
+    for argument in type_arguments:
         yield from (
-            models_in(argument)
+            models_of_section(argument)
             if typing.get_origin(annotation) in _CONTAINERS
-            else items_in(argument)
+            else item_models(argument)
         )
 
 
-def sections_at(path: KeyPath) -> list[type[BaseModel]]:
-    """Return the models of the section at `path`, of which a value has one; [] for a plain field.
+def models_at_path(key_path: KeyPath) -> list[type[BaseModel]]:
+    """Return the models of the section at `key_path`, of which a value has one; [] for a plain field.
 
     An unknown path has none either.
     """
     models: list[type[BaseModel]] = [Recipe]
-    info = None
-    for key in path:
-        if isinstance(key, int) or (info is not None and not models):
-            models = [*items_in(info.annotation)] if info else []
+    field = None
+    for key in key_path:
+        if isinstance(key, int) or (field is not None and not models):
+            models = [*item_models(field.annotation)] if field else []
             continue
-        info = field_of(models, key)
-        models = [*models_in(info.annotation)] if info else []
+        field = find_field(models, key)
+        models = [*models_of_section(field.annotation)] if field else []
     return models
 
 
-def field_of(models: Sequence[type[BaseModel]], key: int | str) -> FieldInfo | None:
+def find_field(models: Sequence[type[BaseModel]], field_name: int | str) -> FieldInfo | None:
     """Return a field by its name; None if none of the models has it."""
-    infos = (model.model_fields.get(str(key)) for model in models)
-    return next((info for info in infos if info is not None), None)
+    matching_fields = (model.model_fields.get(str(field_name)) for model in models)
+    return next((field for field in matching_fields if field is not None), None)
 
 
-def section_at(path: KeyPath) -> type[BaseModel] | None:
-    """Return the first model of the section at `path`; None for a field or an unknown path."""
-    return next(iter(sections_at(path)), None)
+def first_model_at_path(key_path: KeyPath) -> type[BaseModel] | None:
+    """Return the first model of the section at `key_path`; None for a field or an unknown path."""
+    return next(iter(models_at_path(key_path)), None)
 
 
-def names_in(section: KeyPath) -> tuple[str, ...]:
+def section_keys(section_path: KeyPath) -> tuple[str, ...]:
     """Return the keys that a section accepts."""
     # `extends` is read before validation and is therefore no field of the model.
-    names = tuple(name for model in sections_at(section) for name in model.model_fields)
-    return names if section else (*names, "extends")
+    field_names = tuple(
+        name for model in models_at_path(section_path) for name in model.model_fields
+    )
+    return field_names if section_path else (*field_names, "extends")
 
 
-def below(section: KeyPath, name: str) -> KeyPath | None:
+def nested_field_path(section_path: KeyPath, field_name: str) -> KeyPath | None:
     """Return the path of a field of that name in one of the section's own sections, or None."""
-    model = section_at(section)
-    for child, info in model.model_fields.items() if model else ():
-        if any(name in inner.model_fields for inner in models_in(info.annotation)):
-            return (*section, child, name)
+    model = first_model_at_path(section_path)
+    for child_name, field in model.model_fields.items() if model else ():
+        if any(
+            field_name in inner_model.model_fields
+            for inner_model in models_of_section(field.annotation)
+        ):
+            return (*section_path, child_name, field_name)
     return None
 
 
-def _info(path: KeyPath) -> Any:
+def _field_info(key_path: KeyPath) -> Any:
     # An index points into a list; the field is the list's.
-    while path and isinstance(path[-1], int):
-        path = path[:-1]
-    return field_of(sections_at(path[:-1]), path[-1]) if path else None
+    while key_path and isinstance(key_path[-1], int):
+        key_path = key_path[:-1]
+    return find_field(models_at_path(key_path[:-1]), key_path[-1]) if key_path else None
 
 
-def is_required(path: KeyPath) -> bool:
+def is_required(key_path: KeyPath) -> bool:
     """Return whether the key is required."""
-    info = _info(path)
-    return bool(info and info.is_required())
+    field = _field_info(key_path)
+    return bool(field and field.is_required())
 
 
-def takes_null(path: KeyPath) -> bool:
+def accepts_null(key_path: KeyPath) -> bool:
     """Return whether null is one of the field's values."""
-    info = _info(path)
-    return bool(info and type(None) in typing.get_args(info.annotation))
+    field = _field_info(key_path)
+    return bool(field and type(None) in typing.get_args(field.annotation))
 
 
-def choices(path: KeyPath) -> tuple[str, ...]:
+def accepted_names(key_path: KeyPath) -> tuple[str, ...]:
     """Return the names that a field of a few names accepts."""
 
-    def inside(annotation: Any) -> Iterator[str]:
+    def names_in_annotation(annotation: Any) -> Iterator[str]:
         if isinstance(annotation, NameIn):
             yield from annotation.names
         elif typing.get_origin(annotation) is Literal:
             yield from map(str, typing.get_args(annotation))
         else:
             for argument in typing.get_args(annotation):
-                yield from inside(argument)
+                yield from names_in_annotation(argument)
 
-    info = _info(path)
+    field = _field_info(key_path)
     return (
-        tuple(name for each in (info.annotation, *info.metadata) for name in inside(each))
-        if info
+        tuple(
+            name
+            for field_part in (field.annotation, *field.metadata)
+            for name in names_in_annotation(field_part)
+        )
+        if field
         else ()
     )
 
 
 @functools.cache
-def manual() -> dict[tuple[str, str], str]:
+def field_docstrings() -> dict[tuple[str, str], str]:
     """Return {(class of the section, field): docstring under the field, on one line}."""
-    found = dict[tuple[str, str], str]()
+    docstrings = dict[tuple[str, str], str]()
     # Python keeps no docstring of a field: the sources are parsed. Cached, because only error
     # messages and `ortlaunch schema` need it.
-    files = sorted(Path(__file__).parent.glob("*.py"))
-    sources = [ast.parse(file.read_text(encoding="utf-8")) for file in files]
-    classes = [node for each in sources for node in each.body if isinstance(node, ast.ClassDef)]
+    source_paths = sorted(Path(__file__).parent.glob("*.py"))
+    syntax_trees = [ast.parse(file.read_text(encoding="utf-8")) for file in source_paths]
+    classes = [
+        node
+        for syntax_tree in syntax_trees
+        for node in syntax_tree.body
+        if isinstance(node, ast.ClassDef)
+    ]
     for section in classes:
         bases = [ast.unparse(base) for base in section.bases]
         # Other tables of these files.
         if "NamedTuple" in bases:
             continue
-        found |= {
-            (section.name, name): text for (owner, name), text in found.items() if owner in bases
+        docstrings |= {
+            (section.name, name): docstring
+            for (owner, name), docstring in docstrings.items()
+            if owner in bases
         }
-        for above, text in zip(section.body, section.body[1:]):
+        for assignment, docstring in zip(section.body, section.body[1:]):
             if (
-                isinstance(above, ast.AnnAssign)
-                and isinstance(above.target, ast.Name)
-                and isinstance(text, ast.Expr)
+                isinstance(assignment, ast.AnnAssign)
+                and isinstance(assignment.target, ast.Name)
+                and isinstance(docstring, ast.Expr)
             ):
-                found[section.name, above.target.id] = " ".join(
-                    str(ast.literal_eval(text.value)).split()
+                docstrings[section.name, assignment.target.id] = " ".join(
+                    str(ast.literal_eval(docstring.value)).split()
                 )
-    return found
+    return docstrings
 
 
-def description(path: KeyPath) -> str:
+def first_docstring_sentence(key_path: KeyPath) -> str:
     """Return the first sentence of the docstring of a field or a section, or ""."""
-    if not path or isinstance(path[-1], int):
+    if not key_path or isinstance(key_path[-1], int):
         return ""
-    model = section_at(path)
-    texts = (manual().get((each.__name__, path[-1])) for each in sections_at(path[:-1]))
-    text = next(filter(None, texts), None)
+    model = first_model_at_path(key_path)
+    docstrings = (
+        field_docstrings().get((section_type.__name__, key_path[-1]))
+        for section_type in models_at_path(key_path[:-1])
+    )
+    docstring = next(filter(None, docstrings), None)
     return (
-        " ".join((text or (model.__doc__ if model else None) or "").split())
+        " ".join((docstring or (model.__doc__ if model else None) or "").split())
         .split(". ")[0]
         .rstrip(".")
     )
 
 
 @functools.cache
-def everywhere() -> dict[str, str]:
+def unique_field_paths() -> dict[str, str]:
     """Return {name: dotted path} of every field whose name occurs once and is unambiguous."""
-    found: dict[str, list[str]] = {}
-    for path in _paths(Recipe, ()):
-        found.setdefault(str(path[-1]), []).append(dotted(path))
+    paths_by_name: dict[str, list[str]] = {}
+    for key_path in _all_field_paths(Recipe, ()):
+        paths_by_name.setdefault(str(key_path[-1]), []).append(format_key_path(key_path))
     # Names that a user may well write with another meaning in another section.
-    vague = ("r", "dropout", "split", "subset", "revision", "keep")
+    ambiguous_names = ("r", "dropout", "split", "subset", "revision", "keep")
     return {
-        name: paths[0] for name, paths in found.items() if len(paths) == 1 and name not in vague
+        name: paths[0]
+        for name, paths in paths_by_name.items()
+        if len(paths) == 1 and name not in ambiguous_names
     }
 
 
-def _paths(model: type[BaseModel], prefix: KeyPath) -> Iterator[KeyPath]:
-    for name, info in model.model_fields.items():
-        yield (*prefix, name)
+def _all_field_paths(model: type[BaseModel], section_path: KeyPath) -> Iterator[KeyPath]:
+    for name, field in model.model_fields.items():
+        yield (*section_path, name)
         # `data.evaluation` has the same corpus fields as `data.train`: their names would occur twice.
         if name != "evaluation":
-            for child in models_in(info.annotation):
-                yield from _paths(child, (*prefix, name))
+            for child in models_of_section(field.annotation):
+                yield from _all_field_paths(child, (*section_path, name))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 
 from ortlaunch.recipe.fields.data import Corpus, Data
-from ortlaunch.recipe.fields.section import chosen
+from ortlaunch.recipe.fields.section import non_default_fields
 
 _BUILT_IN = {
     "python-docs": Corpus(format="text"),
@@ -23,24 +23,28 @@ _FILES = {
 _PLACES = ("path", "split", "factory", "arguments")
 
 
-def no_evaluation(source: object, data: Data) -> str:
+def missing_evaluation_message(recipe_name: object, data: Data) -> str:
     """Return the error for a recipe without `data.evaluation`.
 
     It ends with overrides of the same format as the training corpus, quoted for a shell.
     """
     # Of a mixture the first source is the example.
-    trained = data.parts[0].source
-    kind = _BUILT_IN[trained] if isinstance(trained, str) else trained
-    words = {
+    training_source = data.parts[0].source
+    example_source = (
+        _BUILT_IN[training_source] if isinstance(training_source, str) else training_source
+    )
+    values_by_field = {
         key: value
-        for key, value in kind.model_dump().items()
-        if key in chosen(kind) and key not in _PLACES
+        for key, value in example_source.model_dump().items()
+        if key in non_default_fields(example_source) and key not in _PLACES
     }
-    if kind.format == "hub":
-        words["split"] = "test"
-    elif kind.factory is not None:
-        words["factory"] = f"{kind.factory.partition(':')[0]}:held_out"
+    if example_source.format == "hub":
+        values_by_field["split"] = "test"
+    elif example_source.factory is not None:
+        values_by_field["factory"] = f"{example_source.factory.partition(':')[0]}:held_out"
     else:
-        words["path"] = _FILES[kind.format]
-    typed = " ".join(shlex.quote(f"data.evaluation.{key}={value}") for key, value in words.items())
-    return f"{source} has no data.evaluation; set it, as {typed}"
+        values_by_field["path"] = _FILES[example_source.format]
+    overrides_text = " ".join(
+        shlex.quote(f"data.evaluation.{key}={value}") for key, value in values_by_field.items()
+    )
+    return f"{recipe_name} has no data.evaluation; set it, as {overrides_text}"

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 
-from ortlaunch.recipe.fields.section import Positive, Section, tuple_of
+from ortlaunch.recipe.fields.section import Positive, Section, convert_list_to_tuple
 
 
 class Log(Section):
@@ -19,14 +19,17 @@ class Log(Section):
     `HOST rank N: `. Each rank has its own logs in the run folder, and the error of any rank is
     shown at the end."""
     trackers: Annotated[
-        tuple[Literal["tensorboard", "wandb", "mlflow"], ...], BeforeValidator(tuple_of)
+        tuple[Literal["tensorboard", "wandb", "mlflow"], ...],
+        BeforeValidator(convert_list_to_tuple),
     ] = ()
     """Destinations of metrics in addition to metrics.jsonl; each needs the extra of its name. W&B
     and MLflow read account and server from their own variables (`WANDB_*`, `MLFLOW_*`;
     `WANDB_MODE=offline` works). A tracker that fails never ends a run."""
     project: str | None = None
     """W&B's project, MLflow's experiment; null: the recipe's name."""
-    profile_steps: Annotated[tuple[Positive, Positive], BeforeValidator(tuple_of)] | None = None
+    profile_steps: (
+        Annotated[tuple[Positive, Positive], BeforeValidator(convert_list_to_tuple)] | None
+    ) = None
     """The first and the last step to profile, as `[4, 9]`: the ten largest costs by operator, layer
     and source line are printed and written to profile.json and `ortlaunch report`, and a timeline
     for chrome://tracing and Perfetto to trace.json.gz. Every other step is profiled; those between

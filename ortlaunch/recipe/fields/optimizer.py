@@ -7,7 +7,15 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field
 
 from ortlaunch.optimizers import OPTIMIZERS, OptimizerTraits
-from ortlaunch.recipe.fields.section import Decay, NameIn, OneOrMore, Section, Text, Words, tuple_of
+from ortlaunch.recipe.fields.section import (
+    Decay,
+    NameIn,
+    OneOrMore,
+    Section,
+    Text,
+    Words,
+    convert_list_to_tuple,
+)
 
 
 class ParameterGroup(Section):
@@ -25,7 +33,7 @@ class ParameterGroup(Section):
     and `optimizer.layer_decay`."""
     weight_decay: Annotated[float, Field(ge=0)] | None = None
     """Weight decay, also of parameters that `no_decay` names; null: the optimizer's."""
-    betas: Annotated[tuple[Decay, Decay], BeforeValidator(tuple_of)] | None = None
+    betas: Annotated[tuple[Decay, Decay], BeforeValidator(convert_list_to_tuple)] | None = None
     """Decay of the first and second moment (adamw, adamw_8bit, fused_adam, lamb); null: the optimizer's."""
     epsilon: Annotated[float, Field(gt=0)] | None = None
     """Added to the denominator (adamw, adamw_8bit, fused_adam, lamb); null: the optimizer's."""
@@ -52,7 +60,7 @@ class Optimizer(Section):
     learning_rate: Annotated[float, Field(gt=0)]
     """Peak learning rate."""
     # Strict mode accepts no list of YAML for a tuple; the validator converts it.
-    betas: Annotated[tuple[Decay, Decay], BeforeValidator(tuple_of)] = (0.9, 0.999)
+    betas: Annotated[tuple[Decay, Decay], BeforeValidator(convert_list_to_tuple)] = (0.9, 0.999)
     """Decay of the first and second moment (adamw, adamw_8bit, fused_adam, lamb)."""
     epsilon: Annotated[float, Field(gt=0)] = 1e-8
     """Added to the denominator (adamw, adamw_8bit, fused_adam, lamb)."""
@@ -69,7 +77,7 @@ class Optimizer(Section):
     """Factor of the learning rate from each layer to the one below it, as in finetuning of BERT and
     ViT: the head has the whole rate, layer i of n the rate x layer_decay^(n - i), embeddings one
     factor less than layer 0. Layers are the numbered parts of parameter names, as `layers.3`."""
-    groups: Annotated[tuple[ParameterGroup, ...], BeforeValidator(tuple_of)] = ()
+    groups: Annotated[tuple[ParameterGroup, ...], BeforeValidator(convert_list_to_tuple)] = ()
     """Settings of single parameters. The run prints the resulting groups, and engine.json lists
     each parameter with its group."""
     attributes: Text | None = None

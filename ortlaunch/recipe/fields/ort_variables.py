@@ -13,58 +13,60 @@ from typing import Any, NamedTuple
 
 from ortlaunch.errors import PlanError
 from ortlaunch.recipe.fields.engine import Engine
-from ortlaunch.recipe.text.words import closest
+from ortlaunch.recipe.text.words import closest_name
 
 PREFIX = "ORTMODULE_"
 
 
-class Variable(NamedTuple):
+class OrtVariable(NamedTuple):
     """A variable's field, and the function from the variable's text to a value of that field.
 
     `means` raises ValueError or KeyError for a text without a meaning.
     """
 
     field: str
-    means: Callable[[str], Any]
+    parse_text: Callable[[str], Any]
 
 
-def _flag(text: str) -> bool:
-    return {"0": False, "1": True}[text]
+def _flag(flag_text: str) -> bool:
+    return {"0": False, "1": True}[flag_text]
 
 
-def _no_value(text: str) -> Any:
+def _refuse_text(text: str) -> Any:
     """Refuse any text: the variable names a file or a folder, the field has its content."""
     raise ValueError(text)
 
 
 # Variable -> field of `engine`. A text without a meaning here counts as a contradiction.
-FIELDS = {
-    "ORTMODULE_ONNX_OPSET_VERSION": Variable("opset", int),
-    "ORTMODULE_CONV_ALGO_SEARCH": Variable("conv_algorithm_search", str.lower),
-    "ORTMODULE_ENABLE_COMPUTE_OPTIMIZER": Variable("compute_optimizer", _flag),
-    "ORTMODULE_ENABLE_EMBEDDING_SPARSE_OPTIMIZER": Variable("sparsity_optimizer", _flag),
-    "ORTMODULE_MEMORY_OPT_LEVEL": Variable("memory_optimization", int),
-    "ORTMODULE_MEMORY_OPT_CONFIG": Variable("memory_optimization_config", _no_value),
-    "ORTMODULE_ENABLE_MEM_EFFICIENT_GRAD_MGMT": Variable("memory_efficient_grad_management", _flag),
-    "ORTMODULE_PRINT_INPUT_DENSITY": Variable("print_input_density", _flag),
-    "ORTMODULE_PRINT_MEMORY_STATS": Variable("print_memory_stats", _flag),
+ORT_VARIABLES = {
+    "ORTMODULE_ONNX_OPSET_VERSION": OrtVariable("opset", int),
+    "ORTMODULE_CONV_ALGO_SEARCH": OrtVariable("conv_algorithm_search", str.lower),
+    "ORTMODULE_ENABLE_COMPUTE_OPTIMIZER": OrtVariable("compute_optimizer", _flag),
+    "ORTMODULE_ENABLE_EMBEDDING_SPARSE_OPTIMIZER": OrtVariable("sparsity_optimizer", _flag),
+    "ORTMODULE_MEMORY_OPT_LEVEL": OrtVariable("memory_optimization", int),
+    "ORTMODULE_MEMORY_OPT_CONFIG": OrtVariable("memory_optimization_config", _refuse_text),
+    "ORTMODULE_ENABLE_MEM_EFFICIENT_GRAD_MGMT": OrtVariable(
+        "memory_efficient_grad_management", _flag
+    ),
+    "ORTMODULE_PRINT_INPUT_DENSITY": OrtVariable("print_input_density", _flag),
+    "ORTMODULE_PRINT_MEMORY_STATS": OrtVariable("print_memory_stats", _flag),
     # Only this policy has an equivalent: allow_fallback false.
-    "ORTMODULE_FALLBACK_POLICY": Variable(
+    "ORTMODULE_FALLBACK_POLICY": OrtVariable(
         "allow_fallback", {"FALLBACK_DISABLE": False}.__getitem__
     ),
-    "ORTMODULE_USE_TRITON": Variable("triton", _flag),
-    "ORTMODULE_TRITON_CONFIG_FILE": Variable("triton_config", _no_value),
-    "ORTMODULE_USE_FLASH_ATTENTION": Variable("flash_attention", _flag),
-    "ORTMODULE_USE_EFFICIENT_ATTENTION": Variable("efficient_attention", _flag),
-    "ORTMODULE_ENABLE_TUNING": Variable("tuning", _flag),
-    "ORTMODULE_MAX_TUNING_DURATION_MS": Variable("tuning_duration_ms", int),
-    "ORTMODULE_TUNING_RESULTS_PATH": Variable("tuning_results", str),
-    "ORTMODULE_DEEPCOPY_BEFORE_MODEL_EXPORT": Variable("deepcopy_before_export", _flag),
-    "ORTMODULE_ENABLE_CUSTOM_AUTOGRAD": Variable(
+    "ORTMODULE_USE_TRITON": OrtVariable("triton", _flag),
+    "ORTMODULE_TRITON_CONFIG_FILE": OrtVariable("triton_config", _refuse_text),
+    "ORTMODULE_USE_FLASH_ATTENTION": OrtVariable("flash_attention", _flag),
+    "ORTMODULE_USE_EFFICIENT_ATTENTION": OrtVariable("efficient_attention", _flag),
+    "ORTMODULE_ENABLE_TUNING": OrtVariable("tuning", _flag),
+    "ORTMODULE_MAX_TUNING_DURATION_MS": OrtVariable("tuning_duration_ms", int),
+    "ORTMODULE_TUNING_RESULTS_PATH": OrtVariable("tuning_results", str),
+    "ORTMODULE_DEEPCOPY_BEFORE_MODEL_EXPORT": OrtVariable("deepcopy_before_export", _flag),
+    "ORTMODULE_ENABLE_CUSTOM_AUTOGRAD": OrtVariable(
         "custom_autograd", {"0": "inline", "1": "python"}.__getitem__
     ),
-    "ORTMODULE_LOG_LEVEL": Variable("log_level", str.lower),
-    "ORTMODULE_SAVE_ONNX_PATH": Variable("save_onnx", str),
+    "ORTMODULE_LOG_LEVEL": OrtVariable("log_level", str.lower),
+    "ORTMODULE_SAVE_ONNX_PATH": OrtVariable("save_onnx", str),
 }
 # Variables without a field, with the reason; they are refused.
 LEFT_OUT = {
@@ -91,10 +93,12 @@ def variables_in(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: environ[name] for name in sorted(environ) if name.startswith(PREFIX)}
 
 
-def contradictions(engine: Engine, environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+def variable_contradictions(
+    engine: Engine, environ: Mapping[str, str]
+) -> Iterator[tuple[str, str]]:
     """Yield (variable, problem) for each variable that contradicts the recipe or has no effect."""
-    for name, text in variables_in(environ).items():
-        if message := _contradiction(engine, name, text):
+    for name, variable_text in variables_in(environ).items():
+        if message := _contradiction(engine, name, variable_text):
             yield name, message
 
 
@@ -104,29 +108,35 @@ def environment_lines(engine: Engine, environ: Mapping[str, str]) -> list[str]:
     Raises:
         PlanError: one contradicts the recipe.
     """
-    wrong = [
-        f"{name}={environ[name]} in your environment {why}"
+    contradiction_texts = [
+        f"{variable_name}={environ[variable_name]} in your environment {message}"
         # The variables have no effect with other engines.
-        for name, why in (contradictions(engine, environ) if engine.name == "ort" else ())
+        for variable_name, message in (
+            variable_contradictions(engine, environ) if engine.name == "ort" else ()
+        )
     ]
-    if wrong:
-        raise PlanError("\n".join(wrong))
-    effect = "from the recipe" if engine.name == "ort" else f"no effect with engine {engine.name}"
-    shown = ", ".join(f"{name}={value}" for name, value in variables_in(environ).items())
-    return [f"from your environment: {shown} ({effect})"] if shown else []
+    if contradiction_texts:
+        raise PlanError("\n".join(contradiction_texts))
+    effect_text = (
+        "from the recipe" if engine.name == "ort" else f"no effect with engine {engine.name}"
+    )
+    variables_text = ", ".join(
+        f"{variable_name}={value}" for variable_name, value in variables_in(environ).items()
+    )
+    return [f"from your environment: {variables_text} ({effect_text})"] if variables_text else []
 
 
-def _contradiction(engine: Engine, name: str, text: str) -> str | None:
-    variable = FIELDS.get(name)
+def _contradiction(engine: Engine, variable_name: str, variable_text: str) -> str | None:
+    variable = ORT_VARIABLES.get(variable_name)
     if variable is None:
-        return None if name in HARMLESS else _without_field(name)
+        return None if variable_name in HARMLESS else _unknown_variable_message(variable_name)
     value = getattr(engine, variable.field)
     try:
-        agrees = variable.means(text) == value
+        is_equal = variable.parse_text(variable_text) == value
     # KeyError: `_flag` and the tables look the text up.
     except (ValueError, KeyError):
-        agrees = False
-    if agrees:
+        is_equal = False
+    if is_equal:
         return None
     return f"contradicts engine.{variable.field} ({_yaml(value)}); set the field instead"
 
@@ -138,27 +148,33 @@ def _yaml(value: Any) -> str:
     return f"[{', '.join(value)}]" if isinstance(value, tuple) else str(value)
 
 
-def _without_field(name: str) -> str:
-    if name in LEFT_OUT:
-        return f"{LEFT_OUT[name]}; remove it"
-    known = {_core(variable): variable for variable in FIELDS}
-    guess = known.get(closest(_core(name), known) or "")
-    meant = (
-        f"; did you mean {guess}? That is engine.{FIELDS[guess].field}" if guess else "; remove it"
+def _unknown_variable_message(variable_name: str) -> str:
+    if variable_name in LEFT_OUT:
+        return f"{LEFT_OUT[variable_name]}; remove it"
+    names_by_core = {_distinctive_part(variable): variable for variable in ORT_VARIABLES}
+    closest_variable = names_by_core.get(
+        closest_name(_distinctive_part(variable_name), names_by_core) or ""
     )
-    return f"is no variable of ORTModule 1.19.2{meant}"
+    advice = (
+        f"; did you mean {closest_variable}? That is engine.{ORT_VARIABLES[closest_variable].field}"
+        if closest_variable
+        else "; remove it"
+    )
+    return f"is no variable of ORTModule 1.19.2{advice}"
 
 
-def _core(name: str) -> str:
+def _distinctive_part(variable_name: str) -> str:
     """Return the distinctive part of a variable's name, for comparison of similar names."""
     # Most names share ENABLE_ or USE_, which would make them similar to each other.
-    return re.sub(rf"^{PREFIX}((ENABLE|USE)_)?", "", name)
+    return re.sub(rf"^{PREFIX}((ENABLE|USE)_)?", "", variable_name)
 
 
-def in_recipes_words(text: str) -> str:
+def use_recipe_field_names(message: str) -> str:
     """Replace ORTModule's names of settings by the recipe's: `Settings.opset` -> `engine.opset`."""
-    text = text.replace("transformers: attn_implementation='eager'", "model.attention=eager")
-    text = text.replace("use the model without ORTModule", "use engine.name=eager")
+    message = message.replace("transformers: attn_implementation='eager'", "model.attention=eager")
+    message = message.replace("use the model without ORTModule", "use engine.name=eager")
     return re.sub(
-        r"\bSettings\.(\w+)(=True|=False)?", lambda m: f"engine.{m[1]}{(m[2] or '').lower()}", text
+        r"\bSettings\.(\w+)(=True|=False)?",
+        lambda match: f"engine.{match[1]}{(match[2] or '').lower()}",
+        message,
     )

@@ -18,11 +18,11 @@ class PromptTemplate(Section):
     without_input: Text | None = None
     """The text for rows whose input is empty; null: `template`."""
 
-    def text(self, values: Mapping[str, str]) -> str:
+    def fill_template(self, row_values: Mapping[str, str]) -> str:
         """Return the text with the values of a row in their places."""
-        chosen = self.template if values["input"] else self.without_input or self.template
+        template = self.template if row_values["input"] else self.without_input or self.template
         # Other braces, as of JSON, stay; a value is not searched for places.
-        return PLACES.sub(lambda found: values[found[1]], chosen)
+        return PLACES.sub(lambda placeholder_match: row_values[placeholder_match[1]], template)
 
 
 # The names are checked by recipe/rules/data_rules.py.

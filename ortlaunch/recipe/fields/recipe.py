@@ -1,7 +1,7 @@
 """A recipe: one frozen model for each section, in the file of its name.
 
 The docstring under each field is the manual; error messages and `ortlaunch schema` read it on
-demand (`field_lookup.manual`), not pydantic at every start. Imports pydantic only, so that
+demand (`field_lookup.field_docstrings`), not pydantic at every start. Imports pydantic only, so that
 `--help`, `validate` and `plan` stay fast.
 """
 
@@ -71,16 +71,16 @@ class Recipe(Section):
 
     def sweep_lines(self) -> list[str]:
         """Return the sweep as lines for a person; none without one."""
-        return [] if self.sweep is None else self.sweep.lines(self.train.max_steps)
+        return [] if self.sweep is None else self.sweep.summary_lines(self.train.max_steps)
 
     def epoch_intervals(self) -> Iterator[tuple[str, float]]:
         """Yield the intervals that are given in epochs, by their names in steps.json."""
-        for name, every in (
+        for name, interval_epochs in (
             ("evaluated_every", self.train.evaluate_every_epochs),
             ("saved_every", self.checkpoint.every_epochs),
         ):
-            if every is not None:
-                yield name, every
+            if interval_epochs is not None:
+                yield name, interval_epochs
 
     @property
     def format(self) -> Precision:

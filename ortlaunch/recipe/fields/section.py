@@ -25,28 +25,28 @@ PART = "<part>"
 NUMBER = "<number>"
 
 
-def tuple_of(value: object) -> object:
+def convert_list_to_tuple(yaml_value: object) -> object:
     """Return a list of YAML as a tuple, and any other value as it is."""
-    return tuple(value) if isinstance(value, list) else value
+    return tuple(yaml_value) if isinstance(yaml_value, list) else yaml_value
 
 
-def _tuple_of_one_or_more(value: object) -> object:
-    return (value,) if isinstance(value, str) else tuple_of(value)
+def _convert_to_tuple(value: object) -> object:
+    return (value,) if isinstance(value, str) else convert_list_to_tuple(value)
 
 
-def _number_or_auto(value: object) -> str:
+def _branch_of_number_or_auto(value: object) -> str:
     return WORD if value == "auto" else NUMBER
 
 
 # A larger number is a typing error, and a loop over that many items would never end.
-MOST = 10**9
+MAX_COUNT = 10**9
 
 Text = Annotated[str, Field(min_length=1)]
 # Tuples, because sections are frozen; strict mode would refuse YAML's lists without the validator.
-Words = Annotated[tuple[Text, ...], BeforeValidator(tuple_of)]
+Words = Annotated[tuple[Text, ...], BeforeValidator(convert_list_to_tuple)]
 OneOrMore = Annotated[
     tuple[Text, ...],
-    BeforeValidator(_tuple_of_one_or_more),
+    BeforeValidator(_convert_to_tuple),
     Field(min_length=1),
     # Without it the schema would show the tuple alone, and editors would mark a single text as
     # wrong.
@@ -59,20 +59,21 @@ OneOrMore = Annotated[
         }
     ),
 ]
-Positive = Annotated[int, Field(ge=1, le=MOST)]
+Positive = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 PositiveOrAuto = Annotated[
     Annotated[Positive, Tag(NUMBER)] | Annotated[Literal["auto"], Tag(WORD)],
-    Discriminator(_number_or_auto),
+    Discriminator(_branch_of_number_or_auto),
 ]
 CountOrAuto = Annotated[
-    Annotated[int, Field(ge=0, le=MOST), Tag(NUMBER)] | Annotated[Literal["auto"], Tag(WORD)],
-    Discriminator(_number_or_auto),
+    Annotated[int, Field(ge=0, le=MAX_COUNT), Tag(NUMBER)] | Annotated[Literal["auto"], Tag(WORD)],
+    Discriminator(_branch_of_number_or_auto),
 ]
 SecondsOrAuto = Annotated[
-    Annotated[float, Field(ge=1, le=MOST), Tag(NUMBER)] | Annotated[Literal["auto"], Tag(WORD)],
-    Discriminator(_number_or_auto),
+    Annotated[float, Field(ge=1, le=MAX_COUNT), Tag(NUMBER)]
+    | Annotated[Literal["auto"], Tag(WORD)],
+    Discriminator(_branch_of_number_or_auto),
 ]
 
 
@@ -108,18 +109,18 @@ class NameIn:
         return (*self._others, *self._table)
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
-        return core_schema.no_info_plain_validator_function(self._accept)
+        return core_schema.no_info_plain_validator_function(self._validate_name)
 
     def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
         return {"enum": list(self.names), "type": "string"}
 
-    def _accept(self, value: object) -> str:
+    def _validate_name(self, value: object) -> str:
         if isinstance(value, str) and value in self.names:
             return value
-        *first, last = map(repr, self.names)
+        *other_names, last_name = map(repr, self.names)
         # The type of a Literal's error: messages.py then handles both alike.
         raise PydanticKnownError(
-            "literal_error", {"expected": " or ".join([", ".join(first), last])}
+            "literal_error", {"expected": " or ".join([", ".join(other_names), last_name])}
         )
 
 
@@ -139,10 +140,10 @@ class Section(BaseModel):
 
 
 # Format of rules' messages: (the choice that ignores the field, the fields that it uses).
-DOES_NOTHING = "has no effect with {}, which takes {}; leave it out, or write null"
+NO_EFFECT_MESSAGE = "has no effect with {}, which takes {}; leave it out, or write null"
 
 
-def chosen(section: BaseModel) -> set[str]:
+def non_default_fields(section: BaseModel) -> set[str]:
     """Return the fields whose value is not the default; a resolved recipe sets every field."""
     defaults = type(section).model_fields
     return {

@@ -10,17 +10,18 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from ortlaunch.recipe.fields.best import DirectedMetric
-from ortlaunch.recipe.fields.section import MOST, Positive, Section, tuple_of
+from ortlaunch.recipe.fields.section import MAX_COUNT, Positive, Section, convert_list_to_tuple
 
-_Range = Annotated[tuple[float, float], BeforeValidator(tuple_of)]
+_Range = Annotated[tuple[float, float], BeforeValidator(convert_list_to_tuple)]
 
 
 class Parameter(Section):
     """Values of one field: exactly one of `choice`, `uniform`, `log_uniform` and `int`."""
 
-    choice: Annotated[tuple[object, ...], BeforeValidator(tuple_of), Field(min_length=1)] | None = (
-        None
-    )
+    choice: (
+        Annotated[tuple[object, ...], BeforeValidator(convert_list_to_tuple), Field(min_length=1)]
+        | None
+    ) = None
     """One of these values, as `[adamw, lamb]`; an item may be a list or a mapping."""
     uniform: _Range | None = None
     """A number between these two, as `[0.0, 0.1]`."""
@@ -28,7 +29,7 @@ class Parameter(Section):
     """The same with equal weight for each order of magnitude, as `[1e-5, 1e-3]`."""
     # `int` would hide Python's in this class, so that no plain assignment can declare the field.
     __annotations__["int"] = Annotated[
-        Annotated[tuple[int, int], BeforeValidator(tuple_of)] | None,
+        Annotated[tuple[int, int], BeforeValidator(convert_list_to_tuple)] | None,
         Field(default=None, description="A whole number between these two, both included."),
     ]
     when: dict[str, object] = {}
@@ -37,41 +38,41 @@ class Parameter(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Parameter:
-        given = [name for name in KINDS if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise PydanticCustomError("space", f"give exactly one of {', '.join(KINDS)}")
-        numbers = getattr(self, given[0])
-        if given[0] != "choice" and not numbers[0] < numbers[1]:
+        set_fields = [name for name in VALUE_FIELDS if getattr(self, name) is not None]
+        if len(set_fields) != 1:
+            raise PydanticCustomError("space", f"give exactly one of {', '.join(VALUE_FIELDS)}")
+        bounds = getattr(self, set_fields[0])
+        if set_fields[0] != "choice" and not bounds[0] < bounds[1]:
             raise PydanticCustomError(
-                "space", f"{given[0]}: the first number must be the lower one"
+                "space", f"{set_fields[0]}: the first number must be the lower one"
             )
         if self.log_uniform and self.log_uniform[0] <= 0:
             raise PydanticCustomError("space", "log_uniform: both numbers must be > 0")
         return self
 
     @property
-    def kind(self) -> str:
+    def value_field(self) -> str:
         """The name of the field that is given."""
-        return next(name for name in KINDS if getattr(self, name) is not None)
+        return next(name for name in VALUE_FIELDS if getattr(self, name) is not None)
 
     @property
-    def ends(self) -> tuple[object, ...]:
+    def bounds_or_choices(self) -> tuple[object, ...]:
         """The given numbers, or the values of `choice`."""
-        found: tuple[object, ...] = getattr(self, self.kind)
-        return found
+        values: tuple[object, ...] = getattr(self, self.value_field)
+        return values
 
     @property
-    def values(self) -> tuple[object, ...] | None:
+    def finite_values(self) -> tuple[object, ...] | None:
         """All values; None if they are not a finite set."""
-        whole = getattr(self, "int", None)
-        return tuple(range(whole[0], whole[1] + 1)) if whole else self.choice
+        int_bounds = getattr(self, "int", None)
+        return tuple(range(int_bounds[0], int_bounds[1] + 1)) if int_bounds else self.choice
 
-    def applies(self, chosen: Mapping[str, object]) -> bool:
+    def applies_to_trial(self, trial_values: Mapping[str, object]) -> bool:
         """Return whether a trial with these values of other fields searches this field."""
-        return all(chosen.get(name, self) == value for name, value in self.when.items())
+        return all(trial_values.get(name, self) == value for name, value in self.when.items())
 
 
-KINDS = ("choice", "uniform", "log_uniform", "int")
+VALUE_FIELDS = ("choice", "uniform", "log_uniform", "int")
 """The fields of Parameter that give its values."""
 
 
@@ -82,7 +83,7 @@ class Search(Section):
     """The fields and their values, by dotted path, as
     `{optimizer.learning_rate: {log_uniform: [1e-5, 1e-3]}}`. All other fields are the recipe's."""
     metrics: Annotated[
-        tuple[DirectedMetric, ...], BeforeValidator(tuple_of), Field(min_length=1)
+        tuple[DirectedMetric, ...], BeforeValidator(convert_list_to_tuple), Field(min_length=1)
     ] = (DirectedMetric(),)
     """The metrics to improve. With several, the result is every trial that no other one beats in all of
     them, and there is no pruner."""
@@ -96,7 +97,7 @@ class Search(Section):
     trials: Positive | None = None
     """Number of trials in all; null: no limit by it. The sweep ends at the first limit of `trials`,
     `steps` and `hours`, and `grid` at its last combination."""
-    steps: Annotated[int, Field(ge=1, le=MOST * 1000)] | None = None
+    steps: Annotated[int, Field(ge=1, le=MAX_COUNT * 1000)] | None = None
     """No trial starts after all trials together have taken this many steps."""
     hours: Annotated[float, Field(gt=0)] | None = None
     """No trial starts this many hours after the command started."""
@@ -107,55 +108,59 @@ class Search(Section):
     """Queue each trial as a job of Slurm, with the section `submit`, `launch.nodes` and
     `launch.processes_per_node`; `parallel` is the number of jobs in the queue."""
 
-    def grid(self) -> Iterator[dict[str, object]]:
+    def grid_combinations(self) -> Iterator[dict[str, object]]:
         """Yield the fields of every combination of the space, whose sets are finite, in order."""
-        return combinations([*self.space.items()], lambda one: one.values or (), {})
+        return value_combinations(
+            [*self.space.items()], lambda parameter: parameter.finite_values or (), {}
+        )
 
     @property
-    def most(self) -> int | None:
+    def max_trials(self) -> int | None:
         """The largest number of trials; None if only steps or hours limit it."""
-        size = sum(1 for _ in self.grid()) if self.sampler == "grid" else None
-        return min((limit for limit in (self.trials, size) if limit is not None), default=None)
+        grid_size = sum(1 for _ in self.grid_combinations()) if self.sampler == "grid" else None
+        return min((limit for limit in (self.trials, grid_size) if limit is not None), default=None)
 
-    def lines(self, length: int | None) -> list[str]:
+    def summary_lines(self, trial_steps: int | None) -> list[str]:
         """Return the sweep as lines for a person.
 
         Args:
-            length: steps of a trial; None: unknown.
+            trial_steps: steps of a trial; None: unknown.
         """
-        limits = {"trials": self.most, "steps": self.steps, "hours": self.hours}
-        least = ", ".join(f"{limit:g} {name}" for name, limit in limits.items() if limit)
-        cost = (
-            f"; at most {self.most * length:,} steps"
-            if self.most and length and "train.max_steps" not in self.space
+        limits = {"trials": self.max_trials, "steps": self.steps, "hours": self.hours}
+        limits_text = ", ".join(f"{limit:g} {name}" for name, limit in limits.items() if limit)
+        cost_text = (
+            f"; at most {self.max_trials * trial_steps:,} steps"
+            if self.max_trials and trial_steps and "train.max_steps" not in self.space
             else ""
         )
-        metrics = ", ".join(one.metric for one in self.metrics)
+        metrics = ", ".join(parameter.metric for parameter in self.metrics)
         jobs = " as jobs of Slurm" if self.submit else ""
         return [
             f"sweep: {metrics} by {self.sampler}, pruner {self.pruner}, {self.parallel} at a "
             f"time{jobs}, "
-            f"until {least}{cost}; only `ortlaunch sweep` searches:",
+            f"until {limits_text}{cost_text}; only `ortlaunch sweep` searches:",
             *(
-                f"    {name}: {one.kind} {json.dumps(one.ends)}"
-                + (f" when {json.dumps(one.when)}" if one.when else "")
-                for name, one in self.space.items()
+                f"    {name}: {parameter.value_field} {json.dumps(parameter.bounds_or_choices)}"
+                + (f" when {json.dumps(parameter.when)}" if parameter.when else "")
+                for name, parameter in self.space.items()
             ),
         ]
 
 
-def combinations(
-    space: Sequence[tuple[str, Parameter]],
-    values: Callable[[Parameter], Sequence[object]],
-    chosen: Mapping[str, object],
+def value_combinations(
+    parameters: Sequence[tuple[str, Parameter]],
+    values_of_parameter: Callable[[Parameter], Sequence[object]],
+    chosen_values: Mapping[str, object],
 ) -> Iterator[dict[str, object]]:
     """Yield every combination of values of these fields, after values that are chosen already."""
-    if not space:
-        yield dict(chosen)
+    if not parameters:
+        yield dict(chosen_values)
         return
-    (name, parameter), *rest = space
-    if not parameter.applies(chosen):
-        yield from combinations(rest, values, chosen)
+    (name, parameter), *other_parameters = parameters
+    if not parameter.applies_to_trial(chosen_values):
+        yield from value_combinations(other_parameters, values_of_parameter, chosen_values)
         return
-    for value in values(parameter):
-        yield from combinations(rest, values, {**chosen, name: value})
+    for value in values_of_parameter(parameter):
+        yield from value_combinations(
+            other_parameters, values_of_parameter, {**chosen_values, name: value}
+        )

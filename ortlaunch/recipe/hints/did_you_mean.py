@@ -7,15 +7,20 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ortlaunch.recipe.fields.deepspeed_keys import SETTINGS
+from ortlaunch.recipe.fields.deepspeed_keys import PATH_BY_SETTING
 from ortlaunch.recipe.fields.families import CONFIG_FIELDS
-from ortlaunch.recipe.fields.field_lookup import below, everywhere, names_in, section_at
+from ortlaunch.recipe.fields.field_lookup import (
+    first_model_at_path,
+    nested_field_path,
+    section_keys,
+    unique_field_paths,
+)
 from ortlaunch.recipe.hints.keys_of_other_tools import FOREIGN
-from ortlaunch.recipe.text.place import KeyPath, dotted, keys
-from ortlaunch.recipe.text.words import likeness, normal
+from ortlaunch.recipe.text.place import KeyPath, format_key_path, parse_key_path
+from ortlaunch.recipe.text.words import normalize_word, word_likeness
 
 # Least likeness of a suggested key: below it, keys count as unrelated.
-_LIKE = 0.65
+_LEAST_LIKENESS = 0.65
 
 
 class Advice(NamedTuple):
@@ -25,93 +30,118 @@ class Advice(NamedTuple):
     """
 
     text: str
-    target: KeyPath | None = None
-    sure: bool = False
+    target_path: KeyPath | None = None
+    is_certain: bool = False
 
 
-def advise(key: str, section: KeyPath) -> Advice:
+def advise_on_unknown_key(key: str, section: KeyPath) -> Advice:
     """Return the advice about a key that `section` does not have."""
     # YAML reads {a: 1,000} as the keys `a` and `000`.
     if key.isdecimal():
         return Advice("a comma inside { } separates keys; write the number without commas, as 1000")
-    if section == ("log",) and normal(key) in ("tensorboard", "wandb", "mlflow"):
-        return Advice(f"write log.trackers: [{normal(key)}]", ("log", "trackers"))
+    if section == ("log",) and normalize_word(key) in ("tensorboard", "wandb", "mlflow"):
+        return Advice(f"write log.trackers: [{normalize_word(key)}]", ("log", "trackers"))
     # Exact matches come first: a guess must not hide them.
-    exact = _nested(key, section) or _foreign(key, section) or _elsewhere(normal(key), section)
-    if exact:
-        return exact
-    here = normal(key)
-    if here in names_in(section):
-        return Advice(f"did you mean {dotted((*section, here))}?", (*section, here), sure=True)
-    return _nearest(key, section) or Advice("valid here: " + ", ".join(sorted(names_in(section))))
-
-
-def _nested(key: str, section: KeyPath) -> Advice | None:
-    first, dot, rest = key.partition(".")
-    if not dot or first not in names_in(section):
-        return None
-    return Advice(
-        f"nest the keys in a file: write `{first}:`, and `{rest}:` under it",
-        (*section, *keys(key)),
-        sure=True,
+    exact_advice = (
+        _nested_key_advice(key, section)
+        or _other_tool_advice(key, section)
+        or _other_section_advice(normalize_word(key), section)
+    )
+    if exact_advice:
+        return exact_advice
+    normal_key = normalize_word(key)
+    if normal_key in section_keys(section):
+        return Advice(
+            f"did you mean {format_key_path((*section, normal_key))}?",
+            (*section, normal_key),
+            is_certain=True,
+        )
+    return _similar_key_advice(key, section) or Advice(
+        "valid here: " + ", ".join(sorted(section_keys(section)))
     )
 
 
-def _foreign(key: str, section: KeyPath) -> Advice | None:
-    key = normal(key)
-    entry = FOREIGN.get(f"{dotted(section)}.{key}") or FOREIGN.get(key)
-    if entry is None:
+def _nested_key_advice(key: str, section: KeyPath) -> Advice | None:
+    outer_key, dot, inner_key = key.partition(".")
+    if not dot or outer_key not in section_keys(section):
+        return None
+    return Advice(
+        f"nest the keys in a file: write `{outer_key}:`, and `{inner_key}:` under it",
+        (*section, *parse_key_path(key)),
+        is_certain=True,
+    )
+
+
+def _other_tool_advice(key: str, section: KeyPath) -> Advice | None:
+    key = normalize_word(key)
+    foreign_key = FOREIGN.get(f"{format_key_path(section)}.{key}") or FOREIGN.get(key)
+    if foreign_key is None:
         return None
     # The form of these texts is described in keys_of_other_tools.py.
-    if entry.ours.startswith("none: "):
-        return Advice(f"{entry.tool}'s {key} is not needed here: {entry.ours[6:]}")
-    if entry.ours.startswith("no: "):
-        return Advice(entry.ours[4:])
+    if foreign_key.recipe_key_or_remedy.startswith("none: "):
+        return Advice(
+            f"{foreign_key.tool}'s {key} is not needed here: {foreign_key.recipe_key_or_remedy[6:]}"
+        )
+    if foreign_key.recipe_key_or_remedy.startswith("no: "):
+        return Advice(foreign_key.recipe_key_or_remedy[4:])
     # The key comes first; a remark in parentheses may follow.
-    target = keys(entry.ours.split()[0].rstrip(",:"))
+    target = parse_key_path(foreign_key.recipe_key_or_remedy.split()[0].rstrip(",:"))
     # An entry may also be a sentence, whose first word is no key.
-    known = section_at(target[:-1]) and target[-1] in names_in(target[:-1])
-    return Advice(f"{entry.tool}'s {key}; use {entry.ours}", target if known else None)
+    is_known_key = first_model_at_path(target[:-1]) and target[-1] in section_keys(target[:-1])
+    return Advice(
+        f"{foreign_key.tool}'s {key}; use {foreign_key.recipe_key_or_remedy}",
+        target if is_known_key else None,
+    )
 
 
-def _elsewhere(key: str, section: KeyPath) -> Advice | None:
+def _other_section_advice(key: str, section: KeyPath) -> Advice | None:
     """Return the advice about a key of the recipe, a config or DeepSpeed in the wrong section."""
     if key == "extends":
         return Advice("it is valid only at the top of a file")
-    in_config = f"model.config.{key}" if key in CONFIG_FIELDS else None
-    path = (in_config if section[:1] == ("model",) else None) or everywhere().get(key) or in_config
-    if path is None and key in SETTINGS:
-        path = SETTINGS[key]
-    inner = below(section, key) if section else None
-    if path is None and inner:
-        return Advice(f"it belongs at {dotted(inner)}", inner)
-    if path is None or keys(path)[:-1] == section:
+    config_path = f"model.config.{key}" if key in CONFIG_FIELDS else None
+    field_path = (
+        (config_path if section[:1] == ("model",) else None)
+        or unique_field_paths().get(key)
+        or config_path
+    )
+    if field_path is None and key in PATH_BY_SETTING:
+        field_path = PATH_BY_SETTING[key]
+    nested_path = nested_field_path(section, key) if section else None
+    if field_path is None and nested_path:
+        return Advice(f"it belongs at {format_key_path(nested_path)}", nested_path)
+    if field_path is None or parse_key_path(field_path)[:-1] == section:
         return None
-    return Advice(f"it belongs at {path}", keys(path), sure=True)
+    return Advice(f"it belongs at {field_path}", parse_key_path(field_path), is_certain=True)
 
 
-def _nearest(key: str, section: KeyPath) -> Advice | None:
+def _similar_key_advice(key: str, section: KeyPath) -> Advice | None:
     """Return the advice about the most similar key, or None.
 
     Keys of this section come before keys of other sections, and these before keys of other tools.
     """
-    options = [
+    rated_advice = [
         (
             # Bonus for the section that the user wrote the key in.
-            likeness(key, name) + 0.1,
-            Advice(f"did you mean {dotted((*section, name))}?", (*section, name), sure=True),
+            word_likeness(key, name) + 0.1,
+            Advice(
+                f"did you mean {format_key_path((*section, name))}?",
+                (*section, name),
+                is_certain=True,
+            ),
         )
-        for name in names_in(section)
+        for name in section_keys(section)
     ]
-    options += [
-        (likeness(key, name), Advice(f"did you mean {path}?", keys(path)))
-        for name, path in everywhere().items()
+    rated_advice += [
+        (word_likeness(key, name), Advice(f"did you mean {path}?", parse_key_path(path)))
+        for name, path in unique_field_paths().items()
     ]
     for name in FOREIGN:
         # Keys that are foreign in one section only have a dot; they are no candidates.
-        like = 0.0 if "." in name else likeness(key, name) - 0.05
-        advice = _foreign(name, section) if like >= _LIKE else None
+        likeness_to_key = 0.0 if "." in name else word_likeness(key, name) - 0.05
+        advice = _other_tool_advice(name, section) if likeness_to_key >= _LEAST_LIKENESS else None
         if advice:
-            options.append((like, advice._replace(text=f"did you mean {name}? {advice.text}")))
-    best, advice = max(options, key=lambda option: option[0])
-    return advice if best >= _LIKE else None
+            rated_advice.append(
+                (likeness_to_key, advice._replace(text=f"did you mean {name}? {advice.text}"))
+            )
+    best_likeness, advice = max(rated_advice, key=lambda option: option[0])
+    return advice if best_likeness >= _LEAST_LIKENESS else None

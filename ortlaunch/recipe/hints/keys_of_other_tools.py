@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Foreign(NamedTuple):
+class ForeignKey(NamedTuple):
     """The meaning of another tool's key here: the tool's name, and our key or a remedy.
 
     `ours` begins with the recipe's key, if there is one. `none: why` means that the recipe needs no
@@ -17,7 +17,7 @@ class Foreign(NamedTuple):
     """
 
     tool: str
-    ours: str
+    recipe_key_or_remedy: str
 
 
 # Answers that several tools' keys share.
@@ -32,7 +32,7 @@ _CHECKPOINTING = "model.gradient_checkpointing"
 _RAW_ZERO = "zero.stage, and zero.deepspeed for raw settings"
 _STREAMS = "none: data is read once and cached"
 _QUANTIZED = "precision (there is no quantized training)"
-WHOLE = (
+NO_MODEL_PARALLELISM = (
     "zero.stage, which shards over the ranks (there is no tensor, pipeline or sequence parallelism)"
 )
 # Names of trainings with preferences or rewards, which other tools have as methods.
@@ -50,7 +50,7 @@ DIALECTS: dict[str, dict[str, str]] = {
         (*PREFERENCES, "chosen_column", "rejected_column", "train.beta", "model.beta"),
         f"no: {NO_PREFERENCES}",
     ),
-    "torchtitan": dict.fromkeys(("parallel", "parallelism", "distributed"), WHOLE),
+    "torchtitan": dict.fromkeys(("parallel", "parallelism", "distributed"), NO_MODEL_PARALLELISM),
     "Megatron": {
         "global_batch_size": "batch.global_size",
         "train_iters": "train.max_steps",
@@ -60,10 +60,10 @@ DIALECTS: dict[str, dict[str, str]] = {
         "min_lr": "schedule.minimum_ratio (a share of optimizer.learning_rate)",
         "clip_grad": "train.max_grad_norm",
         "save": "checkpoint.every_steps",
-        "tensor_model_parallel_size": WHOLE,
-        "pipeline_model_parallel_size": WHOLE,
-        "context_parallel_size": WHOLE,
-        "sequence_parallel": WHOLE,
+        "tensor_model_parallel_size": NO_MODEL_PARALLELISM,
+        "pipeline_model_parallel_size": NO_MODEL_PARALLELISM,
+        "context_parallel_size": NO_MODEL_PARALLELISM,
+        "sequence_parallel": NO_MODEL_PARALLELISM,
     },
     "NVIDIA's BERT": {
         "max_predictions_per_seq": "data.masked_lm.max_predictions",
@@ -111,8 +111,8 @@ DIALECTS: dict[str, dict[str, str]] = {
         "optimizer_in_bwd": "none: the update is the same; it saves memory",
         "low_cpu_ram": "none: weights are read into the model's own memory",
         "collate_fn": "none: the task has its own",
-        "tensor_parallel_dim": WHOLE,
-        "data_parallel_replicate_dim": WHOLE,
+        "tensor_parallel_dim": NO_MODEL_PARALLELISM,
+        "data_parallel_replicate_dim": NO_MODEL_PARALLELISM,
         "data_parallel_shard_dim": "none: zero.stage shards over all ranks",
         "save_adapter_weights_only": "model.lora.merge: false",
         "enable_activation_offloading": "model.offload_activations",
@@ -138,8 +138,8 @@ DIALECTS: dict[str, dict[str, str]] = {
         "scheduler": "schedule",
         "scheduler.params": "schedule",
         "zero_stage": "zero.stage",
-        "tensor_parallel": WHOLE,
-        "autotp_size": WHOLE,
+        "tensor_parallel": NO_MODEL_PARALLELISM,
+        "autotp_size": NO_MODEL_PARALLELISM,
         "num_gpus": "launch.processes_per_node",
         "num_nodes": "launch.nodes",
         "hostfile": "the command line option --hostfile",
@@ -195,11 +195,11 @@ DIALECTS: dict[str, dict[str, str]] = {
         "use_tensorboard": "log.trackers: [tensorboard]",
         "use_mlflow": "log.trackers: [mlflow]",
         "mlflow_experiment_name": "log.project",
-        "sequence_parallel_degree": WHOLE,
-        "tensor_parallel_size": WHOLE,
-        "context_parallel_size": WHOLE,
-        "expert_parallel_size": WHOLE,
-        "dp_replicate_size": WHOLE,
+        "sequence_parallel_degree": NO_MODEL_PARALLELISM,
+        "tensor_parallel_size": NO_MODEL_PARALLELISM,
+        "context_parallel_size": NO_MODEL_PARALLELISM,
+        "expert_parallel_size": NO_MODEL_PARALLELISM,
+        "dp_replicate_size": NO_MODEL_PARALLELISM,
         "eval_batch_size": _SAME_RESULT,
         "ddp_find_unused_parameters": "none: parameters without a gradient are detected",
         "lora_fan_in_fan_out": "none: peft detects it",
@@ -263,11 +263,11 @@ DIALECTS: dict[str, dict[str, str]] = {
         "model_class": "none: the task defines it",
         "disable_gradient_checkpointing": "model.gradient_checkpointing: false",
         "pure_bf16": "precision: bf16",
-        "tensor_model_parallel_size": WHOLE,
-        "pipeline_model_parallel_size": WHOLE,
-        "context_parallel_size": WHOLE,
-        "expert_model_parallel_size": WHOLE,
-        "cp_size": WHOLE,
+        "tensor_model_parallel_size": NO_MODEL_PARALLELISM,
+        "pipeline_model_parallel_size": NO_MODEL_PARALLELISM,
+        "context_parallel_size": NO_MODEL_PARALLELISM,
+        "expert_model_parallel_size": NO_MODEL_PARALLELISM,
+        "cp_size": NO_MODEL_PARALLELISM,
         "early_stopping_steps": _STOP_AFTER,
     },
     "Hugging Face": {
@@ -387,8 +387,8 @@ DIALECTS: dict[str, dict[str, str]] = {
         "nnodes": "launch.nodes",
     },
     "vLLM": {
-        "tensor_parallel_size": WHOLE,
-        "pipeline_parallel_size": WHOLE,
+        "tensor_parallel_size": NO_MODEL_PARALLELISM,
+        "pipeline_parallel_size": NO_MODEL_PARALLELISM,
     },
     "Slurm": {
         "ntasks_per_node": "launch.processes_per_node",
@@ -456,6 +456,6 @@ TRUE_BY_ITSELF = {
 }
 
 # A key with a dot, as `optimizer.eps`, is foreign only in the section before the dot.
-FOREIGN: dict[str, Foreign] = {
-    key: Foreign(tool, ours) for tool, keys in DIALECTS.items() for key, ours in keys.items()
+FOREIGN: dict[str, ForeignKey] = {
+    key: ForeignKey(tool, ours) for tool, keys in DIALECTS.items() for key, ours in keys.items()
 }

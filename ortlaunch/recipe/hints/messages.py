@@ -7,14 +7,19 @@ from typing import Any
 
 from pydantic_core import ErrorDetails
 
-from ortlaunch.recipe.fields.field_lookup import choices, description, is_required, takes_null
+from ortlaunch.recipe.fields.field_lookup import (
+    accepted_names,
+    accepts_null,
+    first_docstring_sentence,
+    is_required,
+)
 from ortlaunch.recipe.hints.keys_of_other_tools import NO_PREFERENCES, PREFERENCES
-from ortlaunch.recipe.text.place import KeyPath, dotted
+from ortlaunch.recipe.text.place import KeyPath, format_key_path
 from ortlaunch.recipe.text.tree import Tree
-from ortlaunch.recipe.text.words import REMEDIES, closest, normal
+from ortlaunch.recipe.text.words import REMEDIES, closest_name, normalize_word
 
 # pydantic's types of errors -> the accepted type, for people who do not know Python.
-_KINDS = {
+_TYPE_NAMES = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
     "float_type": "a number",
@@ -66,151 +71,185 @@ EXAMPLES: dict[KeyPath, str] = {
 }
 
 
-def missing(path: KeyPath) -> str:
+def missing_key_message(path: KeyPath) -> str:
     """Return the message about a required key that is missing."""
     example = f", for example {path[-1]}: {EXAMPLES[path]}" if path in EXAMPLES else ""
-    words = choices(path)
-    alone = len(words) > 1 and not example and path[-1] != "source"  # which may be a mapping, too
-    about = f"one of {', '.join(words)}" if alone else description(path)
-    return "is missing" + (f": {about}" if about else "") + example
+    accepted_words = accepted_names(path)
+    shows_words_alone = (
+        len(accepted_words) > 1 and not example and path[-1] != "source"
+    )  # which may be a mapping, too
+    expectation = (
+        f"one of {', '.join(accepted_words)}"
+        if shows_words_alone
+        else first_docstring_sentence(path)
+    )
+    return "is missing" + (f": {expectation}" if expectation else "") + example
 
 
-def wrong(path: KeyPath, details: ErrorDetails, written: Tree | None) -> str:
+def wrong_value_message(path: KeyPath, error_details: ErrorDetails, value_node: Tree | None) -> str:
     """Return the message about a value of the wrong type, or out of bounds."""
-    if details["loc"][-1] == "[key]" and (words := choices(path[:-1])):
-        guess = _guess(closest(str(path[-1]), words))
-        return f"unknown key; valid here: {', '.join(words)}{guess}"
-    raw = (written.raw if written else None) or str(details["input"])
-    is_preference = path == ("model", "task") and normal(raw) in PREFERENCES
-    wanted = NO_PREFERENCES if is_preference else _wanted(path, details, raw)
-    return f"got {_got(details, written)}; {wanted}{_cause(path, details, written)}"
+    if error_details["loc"][-1] == "[key]" and (accepted_keys := accepted_names(path[:-1])):
+        guess = _guess_text(closest_name(str(path[-1]), accepted_keys))
+        return f"unknown key; valid here: {', '.join(accepted_keys)}{guess}"
+    raw_text = (value_node.raw if value_node else None) or str(error_details["input"])
+    is_preference = path == ("model", "task") and normalize_word(raw_text) in PREFERENCES
+    expectation = (
+        NO_PREFERENCES if is_preference else _accepted_values_text(path, error_details, raw_text)
+    )
+    return (
+        f"got {_written_value_text(error_details, value_node)}; "
+        f"{expectation}{_usual_cause_text(path, error_details, value_node)}"
+    )
 
 
-def _got(details: ErrorDetails, written: Tree | None) -> str:
-    if written is None or written.kind != "scalar":
-        return _short(repr(written.plain() if written else details["input"]))
-    if written.scalar is None:
-        return "null" if written.raw else "nothing"
+def _written_value_text(error_details: ErrorDetails, value_node: Tree | None) -> str:
+    if value_node is None or value_node.node_type != "scalar":
+        return _shorten_text(
+            repr(value_node.plain_value() if value_node else error_details["input"])
+        )
+    if value_node.scalar is None:
+        return "null" if value_node.raw else "nothing"
     # YAML 1.1 reads yes, no, on and off as booleans.
-    if isinstance(written.scalar, bool) and (written.raw or "").lower() not in ("true", "false"):
-        return f"{written.raw}, which YAML reads as {str(written.scalar).lower()}"
-    return _short(f'"{written.raw}"' if written.quoted else str(written.raw))
+    if isinstance(value_node.scalar, bool) and (value_node.raw or "").lower() not in (
+        "true",
+        "false",
+    ):
+        return f"{value_node.raw}, which YAML reads as {str(value_node.scalar).lower()}"
+    return _shorten_text(f'"{value_node.raw}"' if value_node.quoted else str(value_node.raw))
 
 
-def _short(text: str) -> str:
+def _shorten_text(text: str) -> str:
     text = " ".join(text.split())
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _wanted(path: KeyPath, details: ErrorDetails, raw: str) -> str:
-    kind = details["type"]
-    context = details.get("ctx", {})
-    if path[:2] == ("data", "evaluation") and kind == "extra_forbidden":
+def _accepted_values_text(path: KeyPath, error_details: ErrorDetails, raw_text: str) -> str:
+    error_type = error_details["type"]
+    context = error_details.get("ctx", {})
+    if path[:2] == ("data", "evaluation") and error_type == "extra_forbidden":
         return "it is of a corpus, and share and samples are of data.train; give one of both"
     if path in (("data", "train"), ("data", "evaluation")):
-        lists = ", or a list of {source, weight}" if path[-1] == "train" else ", or {share: 0.05}"
-        near = _guess(closest(raw, choices(path)))
-        return f"it must be python-docs, python-chats or a mapping, as {_CORPUS}{lists}{near}"
+        other_forms = (
+            ", or a list of {source, weight}" if path[-1] == "train" else ", or {share: 0.05}"
+        )
+        guess_note = _guess_text(closest_name(raw_text, accepted_names(path)))
+        return f"it must be python-docs, python-chats or a mapping, as {_CORPUS}{other_forms}{guess_note}"
     if path == ("data", "tokenizer"):
         return f"it must be a folder, a hub id, or a mapping, as {EXAMPLES[path]}"
-    if kind == "literal_error":
-        words = choices(path)
-        guess = closest(raw, words) if len(words) > 1 else None
-        remedy = REMEDIES.get((str(path[-1]), normal(raw)))
+    if error_type == "literal_error":
+        accepted_words = accepted_names(path)
+        closest_word = closest_name(raw_text, accepted_words) if len(accepted_words) > 1 else None
+        remedy = REMEDIES.get((str(path[-1]), normalize_word(raw_text)))
         return (
             "it must be "
-            + " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
-            + (f"; {remedy}" if remedy else _guess(guess))
+            + " or ".join(filter(None, (", ".join(accepted_words[:-1]), accepted_words[-1])))
+            + (f"; {remedy}" if remedy else _guess_text(closest_word))
         )
-    if kind in _BOUNDS:
-        return f"it must be {_BOUNDS[kind]} {next(iter(context.values()))}"
-    if _KINDS.get(kind) == "a mapping" and raw in choices((*path, "name")):
+    if error_type in _BOUNDS:
+        return f"it must be {_BOUNDS[error_type]} {next(iter(context.values()))}"
+    if _TYPE_NAMES.get(error_type) == "a mapping" and raw_text in accepted_names((*path, "name")):
         return (
             f"it must be a mapping, as {EXAMPLES[path]}; on the command line: "
-            f"{dotted(path)}.name={raw}"
+            f"{format_key_path(path)}.name={raw_text}"
         )
-    if kind in _KINDS:
-        about = (
+    if error_type in _TYPE_NAMES:
+        expectation = (
             f", as {EXAMPLES[path]}"
             if path in EXAMPLES
-            else f": {description(path)}"
-            if description(path)
+            else f": {first_docstring_sentence(path)}"
+            if first_docstring_sentence(path)
             else ""
         )
-        words = choices(path) if "number" in _KINDS[kind] else ()
+        accepted_words = accepted_names(path) if "number" in _TYPE_NAMES[error_type] else ()
         return (
-            f"it must be {' or '.join((_KINDS[kind], *words))}{about}{_guess(closest(raw, words))}"
+            "it must be "
+            f"{' or '.join((_TYPE_NAMES[error_type], *accepted_words))}{expectation}"
+            f"{_guess_text(closest_name(raw_text, accepted_words))}"
         )
-    if kind in ("missing", "too_short", "too_long", "string_too_short"):
+    if error_type in ("missing", "too_short", "too_long", "string_too_short"):
         if path in EXAMPLES:
             return f"write it as {EXAMPLES[path]}"
-        if kind == "too_long":
+        if error_type == "too_long":
             return f"it must have at most {context['max_length']} values"
-        return "it has too few values" if details["input"] else "it must not be empty"
-    if kind == "string_too_long":
+        return "it has too few values" if error_details["input"] else "it must not be empty"
+    if error_type == "string_too_long":
         return f"it must have at most {context['max_length']} characters"
-    if kind == "string_pattern_mismatch":
-        return _pattern(path)
+    if error_type == "string_pattern_mismatch":
+        return _pattern_text(path)
     # An error without a message of its own here: pydantic's, in the form of the others.
-    message: str = details["msg"]
+    message: str = error_details["msg"]
     return message[0].lower() + message[1:]
 
 
-def _pattern(path: KeyPath) -> str:
+def _pattern_text(key_path: KeyPath) -> str:
     """Return the form that a field's text must have."""
-    if path == ("submit", "time"):
+    if key_path == ("submit", "time"):
         return 'it must be a time of Slurm: minutes as "30", else "4:00:00" or "2-12:00:00"'
-    if path == ("submit", "kubernetes", "namespace"):
+    if key_path == ("submit", "kubernetes", "namespace"):
         return (
             "it must be a name of Kubernetes: up to 63 of a-z, 0-9 and -, which it does not "
             "begin or end with"
         )
-    if path[:2] == ("submit", "kubernetes") and path[-1] in ("cpu", "memory", "shared_memory"):
+    if key_path[:2] == ("submit", "kubernetes") and key_path[-1] in (
+        "cpu",
+        "memory",
+        "shared_memory",
+    ):
         return "it must be a quantity of Kubernetes, as 96, 500m or 1000Gi"
-    if path[:2] == ("submit", "kubernetes"):
+    if key_path[:2] == ("submit", "kubernetes"):
         return "it must be a whole path, as /data/runs, without blanks, colons and commas"
-    if path[-1] == "shared_memory":
+    if key_path[-1] == "shared_memory":
         return "it must be a size of Docker, as 16g"
     return "use letters, digits, `.`, `_` and `-`, and begin with a letter or a digit"
 
 
-def _guess(guess: str | None) -> str:
-    return f"; did you mean {guess}?" if guess else ""
+def _guess_text(closest_name: str | None) -> str:
+    return f"; did you mean {closest_name}?" if closest_name else ""
 
 
-def _cause(path: KeyPath, details: ErrorDetails, written: Tree | None) -> str:
+def _usual_cause_text(
+    key_path: KeyPath, error_details: ErrorDetails, value_node: Tree | None
+) -> str:
     """Return the usual mistake behind such a value, as a sentence of its own, or ""."""
-    kind = details["type"]
-    value = written.scalar if written else None
-    raw = (written.raw if written else None) or ""
-    if written is None or written.kind != "scalar":
+    error_type = error_details["type"]
+    value = value_node.scalar if value_node else None
+    raw_text = (value_node.raw if value_node else None) or ""
+    if value_node is None or value_node.node_type != "scalar":
         return ""
-    if _KINDS.get(kind) == "a mapping" and re.match(r"\w+:\S", raw):
+    if _TYPE_NAMES.get(error_type) == "a mapping" and re.match(r"\w+:\S", raw_text):
         return ". Put a space after the colon"
-    if takes_null(path) and (value is False or raw.lower() in ("none", "nil", "null")):
+    if accepts_null(key_path) and (value is False or raw_text.lower() in ("none", "nil", "null")):
         return ". Write null for no value"
-    if raw == "auto" and not is_required(path):
+    if raw_text == "auto" and not is_required(key_path):
         return ". Leave the key out instead"
-    if kind == "string_type" and isinstance(value, bool) and raw.lower() not in ("true", "false"):
-        return f'. Write "{raw}" in quotes if the word is meant'
-    if kind == "tuple_type" and raw.startswith("("):
+    if (
+        error_type == "string_type"
+        and isinstance(value, bool)
+        and raw_text.lower() not in ("true", "false")
+    ):
+        return f'. Write "{raw_text}" in quotes if the word is meant'
+    if error_type == "tuple_type" and raw_text.startswith("("):
         return ". Write a list in [ ]"
-    if kind == "string_type" and path not in EXAMPLES and isinstance(value, (bool, int, float)):
-        return f'. Write "{raw}" in quotes'
-    if kind == "tuple_type" and isinstance(value, str) and path not in EXAMPLES:
-        return f". Write [{raw}]"
-    return _number(details, value, written.quoted)
+    if (
+        error_type == "string_type"
+        and key_path not in EXAMPLES
+        and isinstance(value, (bool, int, float))
+    ):
+        return f'. Write "{raw_text}" in quotes'
+    if error_type == "tuple_type" and isinstance(value, str) and key_path not in EXAMPLES:
+        return f". Write [{raw_text}]"
+    return _number_mistake_text(error_details, value, value_node.quoted)
 
 
-def _number(details: ErrorDetails, value: Any, quoted: bool) -> str:
-    wants = _KINDS.get(details["type"], "")
-    if "number" not in wants and wants != "true or false":
+def _number_mistake_text(error_details: ErrorDetails, value: Any, is_quoted: bool) -> str:
+    expected_type = _TYPE_NAMES.get(error_details["type"], "")
+    if "number" not in expected_type and expected_type != "true or false":
         return ""
     if isinstance(value, float) and value.is_integer():
         return f". Write {value:.0f}"
     if not isinstance(value, str):
         return ""
-    if quoted and (_is_number(value) or value.lower() in ("true", "false")):
+    if is_quoted and (_is_number_text(value) or value.lower() in ("true", "false")):
         return ". Quotes make it text: omit the quotes"
     # yaml_text.py keeps such a value as text; YAML 1.1 would read it as octal.
     if re.fullmatch(r"[-+]?0[0-9]+", value):
@@ -218,11 +257,11 @@ def _number(details: ErrorDetails, value: Any, quoted: bool) -> str:
     if re.fullmatch(r"[0-9]{1,3}([, ][0-9]{3})+", value):
         return f". Write {re.sub('[, ]', '', value)}"
     # As 1k, 2M or 10%.
-    scaled = re.fullmatch(r"([0-9.]+) ?([kKmMbBgG%])", value)
-    return ". Write the number out" if scaled else ""
+    is_scaled_number = re.fullmatch(r"([0-9.]+) ?([kKmMbBgG%])", value)
+    return ". Write the number out" if is_scaled_number else ""
 
 
-def _is_number(text: str) -> bool:
+def _is_number_text(text: str) -> bool:
     try:
         float(text)
     except ValueError:

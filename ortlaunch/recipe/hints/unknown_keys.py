@@ -12,99 +12,123 @@ from typing import NamedTuple
 from pydantic import BaseModel
 
 from ortlaunch.recipe.fields.field_lookup import (
-    field_of,
+    accepts_null,
+    find_field,
+    first_model_at_path,
     is_required,
-    items_in,
-    models_in,
-    section_at,
-    takes_null,
+    item_models,
+    models_of_section,
 )
 from ortlaunch.recipe.fields.recipe import Recipe
-from ortlaunch.recipe.hints.did_you_mean import Advice, advise
-from ortlaunch.recipe.text.place import KeyPath, Line, dotted
+from ortlaunch.recipe.hints.did_you_mean import Advice, advise_on_unknown_key
+from ortlaunch.recipe.text.place import KeyPath, ProblemLine, format_key_path
 from ortlaunch.recipe.text.tree import Tree
 
 # A file with more unknown keys is no recipe: the rest is reported as one line.
-_MOST = 100
+_MAX_REPORTED = 100
 
 
 class KnownKeys(NamedTuple):
     """A tree of known keys only, the problems, and the keys that unknown keys were meant for."""
 
     tree: Tree
-    problems: list[Line]
-    doubtful: list[KeyPath]
+    problems: list[ProblemLine]
+    doubtful_paths: list[KeyPath]
 
 
-def settle(tree: Tree) -> KnownKeys:
+def resolve_unknown_keys(tree: Tree) -> KnownKeys:
     """Remove unknown keys from the tree, or move them to the key that was meant."""
-    problems: list[Line] = []
-    doubtful: list[KeyPath] = []
-    path = next(_unknown(tree), None)
-    while path is not None and len(problems) < _MOST:
-        advice = advise(str(path[-1]), path[:-1])
-        problems.append(Line(tree.where(path), f"{dotted(path)}: unknown key; {advice.text}"))
-        tree = _moved(tree, path, advice)
-        # The value was not moved to its target, so the target's own errors would mislead.
-        if advice.target and not (advice.sure and tree.find(advice.target)):
-            doubtful.append(advice.target)
-        path = next(_unknown(tree), None)
-    if path is not None:
-        more = sum(1 for _ in _unknown(tree))
+    problems: list[ProblemLine] = []
+    doubtful_paths: list[KeyPath] = []
+    unknown_path = next(_unknown_key_paths(tree), None)
+    while unknown_path is not None and len(problems) < _MAX_REPORTED:
+        advice = advise_on_unknown_key(str(unknown_path[-1]), unknown_path[:-1])
         problems.append(
-            Line(
-                tree.where(path),
-                f"{dotted(path)}: unknown key, like {more - 1} more; is this a recipe?",
+            ProblemLine(
+                tree.nearest_key_location(unknown_path),
+                f"{format_key_path(unknown_path)}: unknown key; {advice.text}",
+            )
+        )
+        tree = _move_or_drop_key(tree, unknown_path, advice)
+        # The value was not moved to its target, so the target's own errors would mislead.
+        if advice.target_path and not (advice.is_certain and tree.find_subtree(advice.target_path)):
+            doubtful_paths.append(advice.target_path)
+        unknown_path = next(_unknown_key_paths(tree), None)
+    if unknown_path is not None:
+        unknown_count = sum(1 for _ in _unknown_key_paths(tree))
+        problems.append(
+            ProblemLine(
+                tree.nearest_key_location(unknown_path),
+                f"{format_key_path(unknown_path)}: unknown key, like {unknown_count - 1} more; is this a recipe?",
             )
         )
         tree = replace(tree, children={})
         # Suppresses errors about missing keys: they may be among the removed ones.
-        doubtful.append(("extends",))
-    return KnownKeys(_without_empty(tree), problems, doubtful)
+        doubtful_paths.append(("extends",))
+    return KnownKeys(_drop_empty_keys(tree), problems, doubtful_paths)
 
 
-def _unknown(
-    tree: Tree, models: Sequence[type[BaseModel]] = (Recipe,), path: KeyPath = ()
+def _unknown_key_paths(
+    tree: Tree, section_types: Sequence[type[BaseModel]] = (Recipe,), section_path: KeyPath = ()
 ) -> Iterator[KeyPath]:
     for key, child in tree.children.items():
-        info = field_of(models, key)
-        if info is None:
-            yield (*path, key)
+        field = find_field(section_types, key)
+        if field is None:
+            yield (*section_path, key)
             continue
-        sections = [*models_in(info.annotation)]
-        if child.kind == "mapping" and sections:
-            yield from _unknown(child, sections, (*path, key))
-        items = [*items_in(info.annotation)]
-        for number, item in (
-            child.children.items() if items and not (sections and child.kind == "mapping") else ()
+        inner_models = [*models_of_section(field.annotation)]
+        if child.node_type == "mapping" and inner_models:
+            yield from _unknown_key_paths(child, inner_models, (*section_path, key))
+        models_of_items = [*item_models(field.annotation)]
+        for item_index, item in (
+            child.children.items()
+            if models_of_items and not (inner_models and child.node_type == "mapping")
+            else ()
         ):
             yield from (
-                _unknown(item, items, (*path, key, number)) if item.kind == "mapping" else ()
+                _unknown_key_paths(item, models_of_items, (*section_path, key, item_index))
+                if item.node_type == "mapping"
+                else ()
             )
 
 
-def _moved(tree: Tree, path: KeyPath, advice: Advice) -> Tree:
-    value = tree.find(path)
-    rest = tree.without(path)
-    target = advice.target
-    if value is None or target is None or not advice.sure or rest.find(target) is not None:
-        return rest
+def _move_or_drop_key(tree: Tree, unknown_path: KeyPath, advice: Advice) -> Tree:
+    value = tree.find_subtree(unknown_path)
+    remaining_tree = tree.remove_key(unknown_path)
+    target = advice.target_path
+    if (
+        value is None
+        or target is None
+        or not advice.is_certain
+        or remaining_tree.find_subtree(target) is not None
+    ):
+        return remaining_tree
     # A section on the path may be a plain value in the file, which would be overwritten.
-    on_the_way = (rest.find(target[:end]) for end in range(1, len(target)))
-    free = all(section is None or section.kind == "mapping" for section in on_the_way)
-    return rest.put(target, value) if free and target != ("extends",) else rest
+    sections_on_path = (remaining_tree.find_subtree(target[:end]) for end in range(1, len(target)))
+    can_be_moved = all(
+        section is None or section.node_type == "mapping" for section in sections_on_path
+    )
+    return (
+        remaining_tree.set_subtree(target, value)
+        if can_be_moved and target != ("extends",)
+        else remaining_tree
+    )
 
 
-def _without_empty(tree: Tree, path: KeyPath = ()) -> Tree:
+def _drop_empty_keys(tree: Tree, section_path: KeyPath = ()) -> Tree:
     """Return the tree without nulls of keys that have a default and do not accept null.
 
     Such a key was left empty, or unset by an override.
     """
     for key, child in tree.children.items():
-        below = (*path, key)
-        if child.kind == "scalar" and child.scalar is None:
-            if section_at(path) and not takes_null(below) and not is_required(below):
-                tree = tree.without((key,))
-        elif section_at(below) and child.kind == "mapping":
-            tree = tree.put((key,), _without_empty(child, below))
+        child_path = (*section_path, key)
+        if child.node_type == "scalar" and child.scalar is None:
+            if (
+                first_model_at_path(section_path)
+                and not accepts_null(child_path)
+                and not is_required(child_path)
+            ):
+                tree = tree.remove_key((key,))
+        elif first_model_at_path(child_path) and child.node_type == "mapping":
+            tree = tree.set_subtree((key,), _drop_empty_keys(child, child_path))
     return tree

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from ortlaunch.recipe.manual.schema import document
+from ortlaunch.recipe.manual.schema import recipe_schema
 
 _HEAD = """\
 # The recipe, field by field
@@ -22,7 +22,7 @@ A recipe is a YAML file. Any field can be set on the command line by its dotted 
 `engine.name=eager`, `zero.stage=1`. What must be given is **required**, in a file that extends no other.
 """
 # JSON schema's types -> the words of the page.
-_WORDS = {
+_TYPE_WORDS = {
     "string": "text",
     "object": "mapping",
     "boolean": "true, false",
@@ -32,98 +32,137 @@ _WORDS = {
 _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
 
-def markdown() -> str:
+def recipe_markdown() -> str:
     """Return the whole page."""
-    whole = document()
+    schema = recipe_schema()
     # Fields of the same section model, as `data.train` and `data.evaluation`, share one chapter.
     sections: dict[str, list[str]] = {}
-    for path, name in _sections(whole, whole, ""):
-        sections.setdefault(name, []).append(path)
-    parts = [_HEAD, *_table(whole, whole, sections)]
-    for name, paths in sections.items():
-        section = whole["$defs"][name]
+    for path, section_name in _section_paths(schema, schema, ""):
+        sections.setdefault(section_name, []).append(path)
+    lines = [_HEAD, *_field_table(schema, schema, sections)]
+    for section_name, paths in sections.items():
+        section_schema = schema["$defs"][section_name]
         heading = ", ".join(f"`{path}`" for path in paths)
         # The tables link to this anchor, because a heading may have several paths.
-        parts += ["", f'<a id="{name}"></a>', "", f"## {heading}", "", section["description"], ""]
-        parts += _table(whole, section, sections)
-    return "\n".join(parts) + "\n"
+        lines += [
+            "",
+            f'<a id="{section_name}"></a>',
+            "",
+            f"## {heading}",
+            "",
+            section_schema["description"],
+            "",
+        ]
+        lines += _field_table(schema, section_schema, sections)
+    return "\n".join(lines) + "\n"
 
 
-def _sections(
-    whole: dict[str, Any], place: dict[str, Any], prefix: str
+def _section_paths(
+    schema: dict[str, Any], section_schema: dict[str, Any], path_prefix: str
 ) -> Iterator[tuple[str, str]]:
     """Yield (dotted path, name in $defs) of each section, depth first."""
-    for field, schema in place["properties"].items():
-        for name, mark in _references(schema):
-            yield f"{prefix}{field}{mark}", name
-            yield from _sections(whole, whole["$defs"][name], f"{prefix}{field}{mark}.")
+    for field, field_schema in section_schema["properties"].items():
+        for section_name, path_mark in _section_references(field_schema):
+            yield f"{path_prefix}{field}{path_mark}", section_name
+            yield from _section_paths(
+                schema, schema["$defs"][section_name], f"{path_prefix}{field}{path_mark}."
+            )
 
 
-def _references(schema: dict[str, Any], mark: str = "") -> Iterator[tuple[str, str]]:
+def _section_references(
+    field_schema: dict[str, Any], path_mark: str = ""
+) -> Iterator[tuple[str, str]]:
     """Yield (name in $defs, mark) for each section of a field.
 
     The mark is `[]` in a list, `.*` in a mapping with the user's keys, else "".
     """
-    if "$ref" in schema:
-        yield schema["$ref"].rpartition("/")[2], mark
-    for branch in _branches(schema):
-        yield from _references(branch, mark)
-    for inside, sign in (("items", "[]"), ("additionalProperties", ".*")):
-        if isinstance(schema.get(inside), dict):
-            yield from _references(schema[inside], sign)
+    if "$ref" in field_schema:
+        yield field_schema["$ref"].rpartition("/")[2], path_mark
+    for branch in _union_branches(field_schema):
+        yield from _section_references(branch, path_mark)
+    for schema_key, inner_mark in (("items", "[]"), ("additionalProperties", ".*")):
+        if isinstance(field_schema.get(schema_key), dict):
+            yield from _section_references(field_schema[schema_key], inner_mark)
 
 
-def _branches(schema: dict[str, Any]) -> list[dict[str, Any]]:
-    return [*schema.get("anyOf", ()), *schema.get("oneOf", ())]
+def _union_branches(field_schema: dict[str, Any]) -> list[dict[str, Any]]:
+    return [*field_schema.get("anyOf", ()), *field_schema.get("oneOf", ())]
 
 
-def _table(
-    whole: dict[str, Any], section: dict[str, Any], sections: dict[str, list[str]]
+def _field_table(
+    schema: dict[str, Any], section_schema: dict[str, Any], paths_by_section: dict[str, list[str]]
 ) -> list[str]:
-    required = section.get("required", ())
+    required = section_schema.get("required", ())
     lines = ["| field | value | default | meaning |", "|---|---|---|---|"]
-    for field, schema in section["properties"].items():
-        default = "**required**" if field in required else _default(schema)
+    for field, field_schema in section_schema["properties"].items():
+        default = "**required**" if field in required else _default_text(field_schema)
         # A field that holds a section may have no text. Then the section's docstring is used.
-        own = [schema, *(whole["$defs"][name] for name, _ in _references(schema))]
-        manual = next(each["description"] for each in own if "description" in each)
-        value = _cell(_kind(schema, sections))
-        lines.append(f"| `{field}` | {value} | {default} | {_cell(manual)} |")
+        candidate_schemas = [
+            field_schema,
+            *(
+                schema["$defs"][section_name]
+                for section_name, _ in _section_references(field_schema)
+            ),
+        ]
+        manual = next(
+            candidate["description"]
+            for candidate in candidate_schemas
+            if "description" in candidate
+        )
+        value = _table_cell(_accepted_values_text(field_schema, paths_by_section))
+        lines.append(f"| `{field}` | {value} | {default} | {_table_cell(manual)} |")
     return lines
 
 
-def _cell(text: str) -> str:
+def _table_cell(text: str) -> str:
     # A line end or a bar, within backticks too, would end the cell.
     return " ".join(text.split()).replace("|", "\\|")
 
 
-def _default(schema: dict[str, Any]) -> str:
+def _default_text(field_schema: dict[str, Any]) -> str:
     # A section's default follows from its fields, which have rows of their own.
-    if "default" not in schema or "$ref" in schema:
+    if "default" not in field_schema or "$ref" in field_schema:
         return ""
-    value = schema["default"]
+    value = field_schema["default"]
     return f"`{value if isinstance(value, str) else json.dumps(value)}`"
 
 
-def _kind(schema: dict[str, Any], sections: dict[str, list[str]]) -> str:
+def _accepted_values_text(
+    field_schema: dict[str, Any], paths_by_section: dict[str, list[str]]
+) -> str:
     """Return the accepted values in words."""
-    if "$ref" in schema:
-        name = schema["$ref"].rpartition("/")[2]
-        return f"[{sections[name][0]}](#{name})"
-    if _branches(schema):
-        return " or ".join(_kind(branch, sections) for branch in _branches(schema))
+    if "$ref" in field_schema:
+        section_name = field_schema["$ref"].rpartition("/")[2]
+        return f"[{paths_by_section[section_name][0]}](#{section_name})"
+    if _union_branches(field_schema):
+        return " or ".join(
+            _accepted_values_text(branch, paths_by_section)
+            for branch in _union_branches(field_schema)
+        )
     # pydantic writes a Literal of one name as `const`.
-    if "const" in schema or "enum" in schema:
-        return ", ".join(f"`{word}`" for word in schema.get("enum", [schema.get("const")]))
+    if "const" in field_schema or "enum" in field_schema:
+        return ", ".join(
+            f"`{word}`" for word in field_schema.get("enum", [field_schema.get("const")])
+        )
     # A pair, as `betas`.
-    if "prefixItems" in schema:
-        return f"[{', '.join(_kind(item, sections) for item in schema['prefixItems'])}]"
-    bounds = [f"{sign} {_plain(schema[name])}" for name, sign in _BOUNDS.items() if name in schema]
-    bounds += [f"`{schema['pattern']}`"] if "pattern" in schema else []
-    inside = schema.get("items") or schema.get("additionalProperties")
-    of = f" of {_kind(inside, sections)}" if isinstance(inside, dict) else ""
-    return " ".join([_WORDS.get(schema["type"], schema["type"]) + of, *bounds])
+    if "prefixItems" in field_schema:
+        return f"[{', '.join(_accepted_values_text(item, paths_by_section) for item in field_schema['prefixItems'])}]"
+    bounds = [
+        f"{bound_sign} {_number_text(field_schema[section_name])}"
+        for section_name, bound_sign in _BOUNDS.items()
+        if section_name in field_schema
+    ]
+    bounds += [f"`{field_schema['pattern']}`"] if "pattern" in field_schema else []
+    inner_schema = field_schema.get("items") or field_schema.get("additionalProperties")
+    inner_text = (
+        f" of {_accepted_values_text(inner_schema, paths_by_section)}"
+        if isinstance(inner_schema, dict)
+        else ""
+    )
+    return " ".join(
+        [_TYPE_WORDS.get(field_schema["type"], field_schema["type"]) + inner_text, *bounds]
+    )
 
 
-def _plain(bound: float) -> str:
-    return f"{int(bound) if bound == int(bound) else bound:,}"
+def _number_text(number: float) -> str:
+    return f"{int(number) if number == int(number) else number:,}"

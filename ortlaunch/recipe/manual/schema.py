@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ortlaunch.recipe.fields.field_lookup import manual
+from ortlaunch.recipe.fields.field_lookup import field_docstrings
 from ortlaunch.recipe.fields.recipe import Recipe
 
 # `extends` is read before validation, and so it is no field of the model.
@@ -21,31 +21,32 @@ _EXTENDS = {
 _NULL = {"type": "null"}
 
 
-def json_schema() -> str:
+def editor_schema_text() -> str:
     """Return the schema as JSON text with sorted keys.
 
     A file that extends another one gives only the differences. JSON schema cannot see the other
     file. Therefore `required` applies at the top to files that extend nothing, and never in the
     sections; `ortlaunch validate` is the full check.
     """
-    whole = document()
-    for section in (whole, *whole["$defs"].values()):
-        section["properties"] = {
-            name: _or_null(field) for name, field in section["properties"].items()
+    schema = recipe_schema()
+    for section_schema in (schema, *schema["$defs"].values()):
+        section_schema["properties"] = {
+            name: _accept_null(field_schema)
+            for name, field_schema in section_schema["properties"].items()
         }
-    for section in whole["$defs"].values():
-        section.pop("required", None)
-    whole["anyOf"] = [{"required": ["extends"]}, {"required": whole.pop("required")}]
-    return json.dumps(_tidy(whole), indent=2, sort_keys=True) + "\n"
+    for section_schema in schema["$defs"].values():
+        section_schema.pop("required", None)
+    schema["anyOf"] = [{"required": ["extends"]}, {"required": schema.pop("required")}]
+    return json.dumps(_drop_open_properties(schema), indent=2, sort_keys=True) + "\n"
 
 
-def document() -> dict[str, Any]:
+def recipe_schema() -> dict[str, Any]:
     """Return the schema in the recipe's order, with the required keys of each section."""
     schema = Recipe.model_json_schema()
-    for (section, name), text in manual().items():
+    for (section_name, name), text in field_docstrings().items():
         # pydantic has the top model's fields at the top, and all others in $defs.
-        place = schema if section == "Recipe" else schema["$defs"][section]
-        place["properties"][name]["description"] = text
+        section_schema = schema if section_name == "Recipe" else schema["$defs"][section_name]
+        section_schema["properties"][name]["description"] = text
     return {
         **schema,
         "patternProperties": {r"^(x-|\.)": {"description": "Ignored: a place for YAML anchors."}},
@@ -55,36 +56,44 @@ def document() -> dict[str, Any]:
     }
 
 
-def _or_null(field: dict[str, Any]) -> dict[str, Any]:
+def _accept_null(field_schema: dict[str, Any]) -> dict[str, Any]:
     """Return a field's schema that also accepts null for the default, as the loader does."""
     # A required key accepts no null.
-    if "default" not in field:
-        return field
-    kinds = next((kinds for kinds in ("anyOf", "oneOf") if kinds in field), None)
-    if kinds:
-        return {**field, kinds: [*field[kinds], *([] if _NULL in field[kinds] else [_NULL])]}
-    if "$ref" in field:
+    if "default" not in field_schema:
+        return field_schema
+    union_key = next(
+        (union_key for union_key in ("anyOf", "oneOf") if union_key in field_schema), None
+    )
+    if union_key:
         return {
-            "anyOf": [{"$ref": field["$ref"]}, _NULL],
-            **{key: field[key] for key in field if key != "$ref"},
+            **field_schema,
+            union_key: [
+                *field_schema[union_key],
+                *([] if _NULL in field_schema[union_key] else [_NULL]),
+            ],
+        }
+    if "$ref" in field_schema:
+        return {
+            "anyOf": [{"$ref": field_schema["$ref"]}, _NULL],
+            **{key: field_schema[key] for key in field_schema if key != "$ref"},
         }
     # A schema with both `type` and `enum` accepts only values that match both.
-    words = {"enum": [*field["enum"], None]} if "enum" in field else {}
-    return {**field, "type": [field["type"], "null"], **words}
+    enum_with_null = {"enum": [*field_schema["enum"], None]} if "enum" in field_schema else {}
+    return {**field_schema, "type": [field_schema["type"], "null"], **enum_with_null}
 
 
-def _tidy(value: Any) -> Any:
+def _drop_open_properties(value: Any) -> Any:
     """Return the value without `additionalProperties: true`.
 
     It means nothing, and only newer versions of pydantic write it: the result would depend on the
     version.
     """
     if isinstance(value, list):
-        return [_tidy(item) for item in value]
+        return [_drop_open_properties(item) for item in value]
     if not isinstance(value, dict):
         return value
     return {
-        key: _tidy(item)
+        key: _drop_open_properties(item)
         for key, item in value.items()
         if not (key == "additionalProperties" and item is True)
     }

@@ -13,8 +13,8 @@ from ortlaunch.recipe.text.place import Problem
 
 def evaluates_with_scores(recipe: Recipe) -> bool:
     """Return whether a transformers task's metrics need the scores, and not only the loss."""
-    needed = any(measure.needs_scores for measure in measures_of_task(recipe.model.task))
-    return needed or bool(recipe.model.traits.predicts and recipe.train.metric)
+    has_score_metric = any(measure.needs_scores for measure in measures_of_task(recipe.model.task))
+    return has_score_metric or bool(recipe.model.traits.predicts and recipe.train.metric)
 
 
 def best_rules(recipe: Recipe) -> Iterator[Problem]:
@@ -24,56 +24,62 @@ def best_rules(recipe: Recipe) -> Iterator[Problem]:
             ("train.metric", "data.evaluation"),
             "has no effect without data.evaluation; set that corpus",
         )
-    for path, asked in (
+    for field_path, directed_metric in (
         ("checkpoint.keep_best", recipe.checkpoint.keep_best),
         ("train.stop_after", recipe.train.stop_after),
     ):
-        if asked is None:
+        if directed_metric is None:
             continue
-        yield from _metric(recipe, path, asked)
+        yield from _metric_rules(recipe, field_path, directed_metric)
         # The evaluation at the end alone has nothing to be compared with.
         if not recipe.train.evaluates:
             yield (
-                (path, "train.evaluate_every_steps"),
+                (field_path, "train.evaluate_every_steps"),
                 "has no effect without train.evaluate_every_steps or "
                 "evaluate_every_epochs; set one of them",
             )
     if recipe.sweep is not None:
-        yield from _sweep(recipe, recipe.sweep)
+        yield from _sweep_rules(recipe, recipe.sweep)
 
 
-def _metric(recipe: Recipe, path: str, asked: DirectedMetric) -> Iterator[Problem]:
+def _metric_rules(
+    recipe: Recipe, field_path: str, directed_metric: DirectedMetric
+) -> Iterator[Problem]:
     # Names of the user's own metrics are known only when they run: any name is accepted then.
-    known = metrics_of_task(recipe.model.task)
-    own = recipe.train.metric is not None or recipe.model.traits.is_own
-    if asked.metric not in known and not own:
+    known_metrics = metrics_of_task(recipe.model.task)
+    has_own_metric = recipe.train.metric is not None or recipe.model.traits.is_own
+    if directed_metric.metric not in known_metrics and not has_own_metric:
         yield (
-            (f"{path}.metric", "model.task"),
-            f"got {asked.metric}; evaluations of task {recipe.model.task} have {', '.join(known)}",
+            (f"{field_path}.metric", "model.task"),
+            f"got {directed_metric.metric}; evaluations of task {recipe.model.task} have {', '.join(known_metrics)}",
         )
-    elif asked.metric not in known and asked.mode is None:
+    elif directed_metric.metric not in known_metrics and directed_metric.mode is None:
         yield (
             # Without a task nothing is known of the metric, and the rule is left out.
-            (f"{path}.mode", f"{path}.metric", "model.task"),
-            f"is missing: give min or max, because {asked.metric} is your own metric",
+            (f"{field_path}.mode", f"{field_path}.metric", "model.task"),
+            f"is missing: give min or max, because {directed_metric.metric} is your own metric",
         )
 
 
-def _sweep(recipe: Recipe, sweep: Search) -> Iterator[Problem]:
-    for number, asked in enumerate(sweep.metrics):
-        yield from _metric(recipe, f"sweep.metrics[{number}]", asked)
+def _sweep_rules(recipe: Recipe, sweep: Search) -> Iterator[Problem]:
+    for metric_index, directed_metric in enumerate(sweep.metrics):
+        yield from _metric_rules(recipe, f"sweep.metrics[{metric_index}]", directed_metric)
     if recipe.data.evaluation is None:
         yield (
             ("sweep.metrics", "data.evaluation"),
             "needs evaluations; set data.evaluation, or data.evaluation: {share: 0.05}",
         )
-    if sweep.most is None and sweep.steps is None and sweep.hours is None:
+    if sweep.max_trials is None and sweep.steps is None and sweep.hours is None:
         yield ("sweep.trials",), "is missing: give trials, steps or hours"
-    endless = [name for name, one in sweep.space.items() if one.values is None]
-    if sweep.sampler == "grid" and endless:
+    endless_fields = [
+        field_name
+        for field_name, parameter in sweep.space.items()
+        if parameter.finite_values is None
+    ]
+    if sweep.sampler == "grid" and endless_fields:
         yield (
             ("sweep.sampler", "sweep.space"),
-            f"got grid, but {', '.join(endless)} has no finite set of values; use choice or int",
+            f"got grid, but {', '.join(endless_fields)} has no finite set of values; use choice or int",
         )
     if sweep.pruner != "none" and not recipe.train.evaluates:
         yield (
@@ -83,12 +89,12 @@ def _sweep(recipe: Recipe, sweep: Search) -> Iterator[Problem]:
                 "train.evaluate_every_steps or evaluate_every_epochs"
             ),
         )
-    for name in ("pruner", "sampler"):
-        chosen = getattr(sweep, name)
-        if len(sweep.metrics) > 1 and chosen not in ("none", "random", "grid", "tpe", "gp"):
+    for field_name in ("pruner", "sampler"):
+        method = getattr(sweep, field_name)
+        if len(sweep.metrics) > 1 and method not in ("none", "random", "grid", "tpe", "gp"):
             yield (
-                (f"sweep.{name}", "sweep.metrics"),
-                f"got {chosen}, which improves one metric only",
+                (f"sweep.{field_name}", "sweep.metrics"),
+                f"got {method}, which improves one metric only",
             )
     if sweep.submit and recipe.submit.scheduler != "slurm":
         yield (

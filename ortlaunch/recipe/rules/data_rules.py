@@ -16,27 +16,27 @@ from ortlaunch.recipe.fields.data import (
 )
 from ortlaunch.recipe.fields.prompts import PLACE_NAMES, PLACES, PROMPTS, PromptTemplate
 from ortlaunch.recipe.fields.recipe import Recipe
-from ortlaunch.recipe.fields.section import DOES_NOTHING, MOST, chosen
-from ortlaunch.recipe.rules.model_rules import function
+from ortlaunch.recipe.fields.section import MAX_COUNT, NO_EFFECT_MESSAGE, non_default_fields
+from ortlaunch.recipe.rules.model_rules import function_name_rules
 from ortlaunch.recipe.text.place import Problem
 from ortlaunch.units import human_bytes
 
-_LEARNED = ("train_on", "train_on_end")
-_CHATS = ("system_column", "input_column", "role_key", "content_key", "roles", "prompt",
-          "train_key", *_LEARNED)  # fmt: skip
-_COLUMNS = ("text_column", "label_column", "messages_column", "prompt_column", "response_column",
-            *_CHATS, "most_rows")  # fmt: skip
+_LOSS_FIELDS = ("train_on", "train_on_end")
+_CHAT_FIELDS = ("system_column", "input_column", "role_key", "content_key", "roles", "prompt",
+          "train_key", *_LOSS_FIELDS)  # fmt: skip
+_COLUMN_FIELDS = ("text_column", "label_column", "messages_column", "prompt_column", "response_column",
+            *_CHAT_FIELDS, "most_rows")  # fmt: skip
 # A cell of CSV is text, so that it has no messages.
-_CELLS = ("text_column", "label_column", "prompt_column", "response_column", "system_column",
-          "input_column", "prompt", *_LEARNED, "most_rows")  # fmt: skip
+_CSV_FIELDS = ("text_column", "label_column", "prompt_column", "response_column", "system_column",
+          "input_column", "prompt", *_LOSS_FIELDS, "most_rows")  # fmt: skip
 # Fields that each format uses; any other field has no effect.
 _FORMAT_FIELDS = {
     "text": ("path", "document", "most_rows"),
-    "jsonl": ("path", *_COLUMNS, "file_column"),
-    "csv": ("path", *_CELLS, "file_column"),
-    "parquet": ("path", *_COLUMNS, "file_column"),
+    "jsonl": ("path", *_COLUMN_FIELDS, "file_column"),
+    "csv": ("path", *_CSV_FIELDS, "file_column"),
+    "parquet": ("path", *_COLUMN_FIELDS, "file_column"),
     "folder": ("path", "split", "file_column", "text_column", "label_column", "most_rows"),
-    "hub": ("name", "subset", "files", "revision", "split", *_COLUMNS),
+    "hub": ("name", "subset", "files", "revision", "split", *_COLUMN_FIELDS),
     "custom": ("factory", "arguments"),
 }
 # The one field that each format requires.
@@ -55,237 +55,291 @@ _SMALLEST_SHARE = 1 / 65_536
 
 
 # Fields that samples of text, images and recordings use, and the reason why each is needed.
-_USED = {
+_FIELDS_BY_MEDIA = {
     "": ("tokenizer", "sequence_length"),
     "image": ("processor",),
     "sound": ("tokenizer", "processor", "transcript_length"),
 }
-_MISSING = {
+_REASONS_NEEDED = {
     "tokenizer": "text needs a tokenizer and a sequence_length",
     "sequence_length": "text needs a tokenizer and a sequence_length",
     "processor": "files become tensors by the processor of a model: give its folder or hub id",
 }
-_OF_FILES = ("folder", "jsonl", "csv", "parquet", "custom")
+_FILE_FORMATS = ("folder", "jsonl", "csv", "parquet", "custom")
 
 
 def data_rules(recipe: Recipe) -> Iterator[Problem]:
     """Yield every broken rule of the section."""
-    for key, source in recipe.data.sources():
+    for source_key, source in recipe.data.sources():
         if isinstance(source, Corpus):
-            yield from _corpus(key, source)
-            yield from _stream(key, source, recipe)
-    yield from _mixture(recipe.data)
-    yield from _kinds(recipe)
-    yield from _words(recipe.data, recipe.model.task)
-    yield from _chats(recipe.data, recipe.model.task)
-    yield from _packing(recipe.data, recipe.model.task)
-    yield from _buckets(recipe.data, recipe.model.task)
+            yield from _corpus_rules(source_key, source)
+            yield from _stream_rules(source_key, source, recipe)
+    yield from _mixture_rules(recipe.data)
+    yield from _task_and_data_rules(recipe)
+    yield from _tokenizer_rules(recipe.data, recipe.model.task)
+    yield from _chat_rules(recipe.data, recipe.model.task)
+    yield from _packing_rules(recipe.data, recipe.model.task)
+    yield from _padding_rules(recipe.data, recipe.model.task)
     if recipe.data.padding == "longest" and recipe.engine.name == "inductor":
         message = (
             "got longest, but inductor compiles at most eight lengths and runs the others in "
             "eager mode: set"
         )
         yield ("data.padding", "engine.name"), f"{message} data.bucket_lengths, up to three"
-    yield from function("data.collate", recipe.data.collate)
+    yield from function_name_rules("data.collate", recipe.data.collate)
 
 
-def _corpus(path: str, corpus: Corpus) -> Iterator[Problem]:
-    kind = f"{path}.format"
-    needed = _FORMAT_NEEDS[corpus.format]
-    takes = _FORMAT_FIELDS[corpus.format]
-    if getattr(corpus, needed) is None:
-        yield (f"{path}.{needed}", kind), f"is missing: format {corpus.format} needs {needed}"
-    # `_stream` reports where a stream is possible.
-    for key in sorted(chosen(corpus) - {"format", "stream"} - set(takes)):
+def _corpus_rules(source_key: str, corpus: Corpus) -> Iterator[Problem]:
+    format_key = f"{source_key}.format"
+    required_field = _FORMAT_NEEDS[corpus.format]
+    accepted_fields = _FORMAT_FIELDS[corpus.format]
+    if getattr(corpus, required_field) is None:
         yield (
-            (f"{path}.{key}", kind),
-            DOES_NOTHING.format(f"format {corpus.format}", ", ".join(takes)),
+            (f"{source_key}.{required_field}", format_key),
+            f"is missing: format {corpus.format} needs {required_field}",
         )
-    yield from function(f"{path}.factory", corpus.factory)
-    pair = [key for key in ("prompt_column", "response_column") if getattr(corpus, key)]
-    if corpus.messages_column and pair:
+    # `_stream` reports where a stream is possible.
+    for key in sorted(non_default_fields(corpus) - {"format", "stream"} - set(accepted_fields)):
         yield (
-            (f"{path}.{pair[0]}", f"{path}.messages_column"),
+            (f"{source_key}.{key}", format_key),
+            NO_EFFECT_MESSAGE.format(f"format {corpus.format}", ", ".join(accepted_fields)),
+        )
+    yield from function_name_rules(f"{source_key}.factory", corpus.factory)
+    pair_columns = [key for key in ("prompt_column", "response_column") if getattr(corpus, key)]
+    if corpus.messages_column and pair_columns:
+        yield (
+            (f"{source_key}.{pair_columns[0]}", f"{source_key}.messages_column"),
             "is an alternative to messages_column; give only one",
         )
-    elif len(pair) == 1 and not corpus.prompt:
-        other = "response_column" if pair == ["prompt_column"] else "prompt_column"
-        yield (f"{path}.{other}", f"{path}.{pair[0]}"), f"is missing: {pair[0]} needs it"
+    elif len(pair_columns) == 1 and not corpus.prompt:
+        missing_column = "response_column" if pair_columns == ["prompt_column"] else "prompt_column"
+        yield (
+            (f"{source_key}.{missing_column}", f"{source_key}.{pair_columns[0]}"),
+            f"is missing: {pair_columns[0]} needs it",
+        )
     if corpus.role_key == corpus.content_key:
         yield (
-            (f"{path}.content_key", f"{path}.role_key"),
+            (f"{source_key}.content_key", f"{source_key}.role_key"),
             f"got {corpus.content_key}, which is role_key, too; they are two keys of a message",
         )
-    pairs = bool(pair or corpus.prompt)
-    form = "messages_column" if corpus.messages_column else "prompt_column" if pairs else ""
-    fields = {
+    has_pairs = bool(pair_columns or corpus.prompt)
+    main_column = (
+        "messages_column" if corpus.messages_column else "prompt_column" if has_pairs else ""
+    )
+    fields_by_column = {
         "messages_column": (
             "role_key",
             "content_key",
             "roles",
             "system_column",
             "train_key",
-            *_LEARNED,
+            *_LOSS_FIELDS,
         ),
-        "prompt_column": ("input_column", "system_column", "prompt", *_LEARNED),
+        "prompt_column": ("input_column", "system_column", "prompt", *_LOSS_FIELDS),
     }
-    for key in sorted(chosen(corpus) & {*_CHATS} - {*fields.get(form, ())}):
-        own = form or "rows without messages_column or prompt_column"
-        yield (f"{path}.{key}", kind), f"has no effect with {own}; remove it"
-    for key in sorted(chosen(corpus) & {"train_key", "train_on_end"}):
+    for key in sorted(
+        non_default_fields(corpus) & {*_CHAT_FIELDS} - {*fields_by_column.get(main_column, ())}
+    ):
+        rows_text = main_column or "rows without messages_column or prompt_column"
+        yield (f"{source_key}.{key}", format_key), f"has no effect with {rows_text}; remove it"
+    for key in sorted(non_default_fields(corpus) & {"train_key", "train_on_end"}):
         if corpus.train_on == "all":
             yield (
-                (f"{path}.{key}", f"{path}.train_on"),
+                (f"{source_key}.{key}", f"{source_key}.train_on"),
                 "has no effect with train_on: all; remove it",
             )
     if corpus.prompt is not None:
-        yield from _prompt(path, corpus, corpus.prompt)
+        yield from _prompt_rules(source_key, corpus, corpus.prompt)
 
 
-def _prompt(path: str, corpus: Corpus, prompt: str | PromptTemplate) -> Iterator[Problem]:
+def _prompt_rules(
+    source_key: str, corpus: Corpus, prompt: str | PromptTemplate
+) -> Iterator[Problem]:
     """Yield the problems of the places in a prompt's template."""
-    form = PROMPTS[prompt] if isinstance(prompt, str) else prompt
-    places = set(PLACES.findall(form.template))
+    template = PROMPTS[prompt] if isinstance(prompt, str) else prompt
+    placeholders = set(PLACES.findall(template.template))
     for key in ("template", "without_input"):
-        names = PLACES.findall(getattr(form, key) or "{instruction}")
-        for name in sorted({*names} - {*PLACE_NAMES}):
+        template_names = PLACES.findall(getattr(template, key) or "{instruction}")
+        for placeholder in sorted({*template_names} - {*PLACE_NAMES}):
             yield (
-                (f"{path}.prompt.{key}",),
-                f"got {{{name}}}; it may have {', '.join(f'{{{each}}}' for each in PLACE_NAMES)}",
+                (f"{source_key}.prompt.{key}",),
+                f"got {{{placeholder}}}; it may have "
+                f"{', '.join(f'{{{placeholder_name}}}' for placeholder_name in PLACE_NAMES)}",
             )
-        if "instruction" not in names:
-            yield (f"{path}.prompt.{key}",), "has no {instruction}, the text of prompt_column"
-    for key, name in (("system_column", "system"), ("input_column", "input")):
-        if getattr(corpus, key) and name not in places:
+        if "instruction" not in template_names:
+            yield (f"{source_key}.prompt.{key}",), "has no {instruction}, the text of prompt_column"
+    for key, placeholder in (("system_column", "system"), ("input_column", "input")):
+        if getattr(corpus, key) and placeholder not in placeholders:
             yield (
-                (f"{path}.{key}", f"{path}.prompt"),
-                f"has no effect with this prompt, whose template has no {{{name}}}",
+                (f"{source_key}.{key}", f"{source_key}.prompt"),
+                f"has no effect with this prompt, whose template has no {{{placeholder}}}",
             )
 
 
-def _stream(key: str, corpus: Corpus, recipe: Recipe) -> Iterator[Problem]:
+def _stream_rules(source_key: str, corpus: Corpus, recipe: Recipe) -> Iterator[Problem]:
     """Yield the problems of a source whose samples are not known in advance."""
-    path = f"{key}.stream"
+    stream_key = f"{source_key}.stream"
     stream = corpus.stream
     if stream is None:
-        if remote := next((each for each in corpus.path or () if "://" in each), None):
+        if remote_path := next(
+            (file_path for file_path in corpus.path or () if "://" in file_path), None
+        ):
             yield (
-                (f"{key}.path",),
-                f"got {remote}; to read a URL give {path}: {{buffer: 2GiB}}; or copy or mount it",
+                (f"{source_key}.path",),
+                f"got {remote_path}; to read a URL give {stream_key}: {{buffer: 2GiB}}; or copy or mount it",
             )
         return
     data = recipe.data
     traits = recipe.model.traits
-    least = 4 * stream.shuffle * (data.sequence_length or 0) * 4
-    unknown = f"needs all samples of data.train, and {path} has none yet; give"
-    whole = is_chat(corpus) or traits.label or traits.pairs
-    for place, wrong, message in (
-        (path, corpus.path is None, "is for text, jsonl, csv and parquet; a data set of the hub is format: "
-         "parquet, path: hf://datasets/NAME/**/*.parquet"),
-        (path, key == "data.evaluation", "has no effect on evaluation, which reads all samples each "
-         "time; leave it out"),
-        (path, whole, "is for text without labels; chats, labels and pairs of sentences need all "
-         "rows: leave it out"),
-        (f"{path}.buffer", stream.buffer_bytes < least, f"got {stream.buffer}, less than four windows of "
-         f"shuffle: {stream.shuffle} samples, {human_bytes(least)}; enlarge it, or lower shuffle"),
-        (f"{key}.most_rows", corpus.most_rows, f"{unknown} fewer files"),
-        ("data.tokenizer.train", isinstance(data.tokenizer, TokenizerTraining),
-         f"{unknown} the name or folder of a tokenizer"),
-        ("data.evaluation", isinstance(data.evaluation, HeldOut), f"{unknown} a corpus of its own"),
-        ("train.epochs", recipe.train.epochs, f"{unknown} train.max_steps"),
-        ("train.evaluate_every_epochs", recipe.train.evaluate_every_epochs,
-         f"{unknown} train.evaluate_every_steps"),
-        ("checkpoint.every_epochs", recipe.checkpoint.every_epochs, f"{unknown} checkpoint.every_steps"),
-        *((f"data.train[{number}].weight", part.weight is None and part.source is corpus,
-           f"{unknown} weights") for number, part in enumerate(data.parts)),
-    ):  # fmt: skip
-        if wrong:
-            yield (place, path), message
+    least_buffer_bytes = 4 * stream.shuffle * (data.sequence_length or 0) * 4
+    needs_text = f"needs all samples of data.train, and {stream_key} has none yet; give"
+    needs_all_rows = is_chat(corpus) or traits.label or traits.pairs
+    for key_name, is_broken, message in (
+        (
+            stream_key,
+            corpus.path is None,
+            "is for text, jsonl, csv and parquet; a data set of the hub is format: "
+            "parquet, path: hf://datasets/NAME/**/*.parquet",
+        ),
+        (
+            stream_key,
+            source_key == "data.evaluation",
+            "has no effect on evaluation, which reads all samples each time; leave it out",
+        ),
+        (
+            stream_key,
+            needs_all_rows,
+            "is for text without labels; chats, labels and pairs of sentences need all "
+            "rows: leave it out",
+        ),
+        (
+            f"{stream_key}.buffer",
+            stream.buffer_bytes < least_buffer_bytes,
+            f"got {stream.buffer}, less than four windows of "
+            f"shuffle: {stream.shuffle} samples, {human_bytes(least_buffer_bytes)}; enlarge it, or lower shuffle",
+        ),
+        (f"{source_key}.most_rows", corpus.most_rows, f"{needs_text} fewer files"),
+        (
+            "data.tokenizer.train",
+            isinstance(data.tokenizer, TokenizerTraining),
+            f"{needs_text} the name or folder of a tokenizer",
+        ),
+        (
+            "data.evaluation",
+            isinstance(data.evaluation, HeldOut),
+            f"{needs_text} a corpus of its own",
+        ),
+        ("train.epochs", recipe.train.epochs, f"{needs_text} train.max_steps"),
+        (
+            "train.evaluate_every_epochs",
+            recipe.train.evaluate_every_epochs,
+            f"{needs_text} train.evaluate_every_steps",
+        ),
+        (
+            "checkpoint.every_epochs",
+            recipe.checkpoint.every_epochs,
+            f"{needs_text} checkpoint.every_steps",
+        ),
+        *(
+            (
+                f"data.train[{part_index}].weight",
+                part.weight is None and part.source is corpus,
+                f"{needs_text} weights",
+            )
+            for part_index, part in enumerate(data.parts)
+        ),
+    ):
+        if is_broken:
+            yield (key_name, stream_key), message
 
 
-def _mixture(data: Data) -> Iterator[Problem]:
+def _mixture_rules(data: Data) -> Iterator[Problem]:
     # Only ratios of weights matter; they need not sum to 1.
-    total = sum(filter(None, [part.weight for part in data.parts]))
-    for number, part in enumerate(data.parts):
-        key = f"data.train[{number}]"
-        if part.weight is None and total:
+    total_weight = sum(filter(None, [part.weight for part in data.parts]))
+    for part_index, part in enumerate(data.parts):
+        part_key = f"data.train[{part_index}]"
+        if part.weight is None and total_weight:
             yield (
-                (f"{key}.weight", "data.train"),
+                (f"{part_key}.weight", "data.train"),
                 "is null, and other sources have a number: null for all sources, or none",
             )
-        if part.weight and part.weight / total < _SMALLEST_SHARE:
+        if part.weight and part.weight / total_weight < _SMALLEST_SHARE:
             yield (
-                (f"{key}.weight", "data.train"),
-                f"got {part.weight:g}, and all weights are {total:g}: less than one sample in "
+                (f"{part_key}.weight", "data.train"),
+                f"got {part.weight:g}, and all weights are {total_weight:g}: less than one sample in "
                 "65,536; leave it out",
             )
         if is_custom(part.source) and not data.is_custom:
             yield (
-                (f"{key}.source", "data.train"),
+                (f"{part_key}.source", "data.train"),
                 "is custom, and other sources of data.train are not: use custom for all or none",
             )
 
 
-def _kinds(recipe: Recipe) -> Iterator[Problem]:
+def _task_and_data_rules(recipe: Recipe) -> Iterator[Problem]:
     """Yield the problems of data that do not suit the task or the other fields."""
     data = recipe.data
     task = recipe.model.task
     traits = recipe.model.traits
     # Custom data are tensors already: fields for text have no effect on them.
-    own = data.is_custom
-    held = data.evaluation
-    if isinstance(held, HeldOut):
-        yield from _held_out(held, traits.pairs and not own)
-    elif held is not None and is_custom(held) != own:
+    is_custom_data = data.is_custom
+    evaluation_source = data.evaluation
+    if isinstance(evaluation_source, HeldOut):
+        yield from _held_out_rules(evaluation_source, traits.pairs and not is_custom_data)
+    elif evaluation_source is not None and is_custom(evaluation_source) != is_custom_data:
         yield (
             ("data.evaluation", "data.train.format", "data.evaluation.format"),
             "must be custom if and only if data.train is custom",
         )
-    used = () if own else _USED[traits.media]
-    samples = "custom data: its factory makes the tensors" if own else task
+    used_fields = () if is_custom_data else _FIELDS_BY_MEDIA[traits.media]
+    samples_text = "custom data: its factory makes the tensors" if is_custom_data else task
     for key in ("tokenizer", "sequence_length", "processor", "transcript_length"):
-        if key not in used and key in chosen(data) and getattr(data, key) is not None:
-            yield (f"data.{key}", "data.train.format"), f"has no effect with {samples}"
-        given = getattr(data, key) or (key == "processor" and recipe.model.pretrained)
-        if key in used and not given:
-            yield (f"data.{key}", "data.train.format"), f"is missing: {_MISSING[key]}"
-    if data.masked_lm is not None and (own or traits.predicts != "masked"):
+        if (
+            key not in used_fields
+            and key in non_default_fields(data)
+            and getattr(data, key) is not None
+        ):
+            yield (f"data.{key}", "data.train.format"), f"has no effect with {samples_text}"
+        value = getattr(data, key) or (key == "processor" and recipe.model.pretrained)
+        if key in used_fields and not value:
+            yield (f"data.{key}", "data.train.format"), f"is missing: {_REASONS_NEEDED[key]}"
+    if data.masked_lm is not None and (is_custom_data or traits.predicts != "masked"):
         yield (
             ("data.masked_lm", "model.task", "data.train.format"),
             "is for the tasks masked-lm and pretraining on text, not for "
-            f"{'custom data' if own else task}",
+            f"{'custom data' if is_custom_data else task}",
         )
-    if data.collate is not None and not own:
+    if data.collate is not None and not is_custom_data:
         yield (
             ("data.collate", "data.train.format"),
             "is for custom data only",
         )
     for key, source in data.sources():
-        form = source.format if isinstance(source, Corpus) else "text"
-        kind = f"{key}.format"
-        for place, wrong, message in (
-            ((key, "model.task", kind), traits.media and form not in _OF_FILES,
-             f"names no files; {task} needs format {', '.join(_OF_FILES)}"),
-            ((key, "model.task", kind), traits.label and form == "text",
+        file_format = source.format if isinstance(source, Corpus) else "text"
+        format_key = f"{key}.format"
+        for key_names, is_broken, message in (
+            ((key, "model.task", format_key), traits.media and file_format not in _FILE_FORMATS,
+             f"names no files; {task} needs format {', '.join(_FILE_FORMATS)}"),
+            ((key, "model.task", format_key), traits.label and file_format == "text",
              f"has no labels; {task} needs format jsonl, csv, parquet, hub or custom"),
-            ((kind, "model.task"), form == "folder" and not traits.media,
+            ((format_key, "model.task"), file_format == "folder" and not traits.media,
              "got folder, which is for image-classification and speech-seq2seq"),
-            ((kind, "model.task"), form == "csv" and traits.label == "word",
+            ((format_key, "model.task"), file_format == "csv" and traits.label == "word",
              f"got csv, whose cells are no lists; {task} needs format jsonl, parquet or hub"),
         ):  # fmt: skip
-            if wrong:
-                yield place, message
+            if is_broken:
+                yield key_names, message
 
 
-def _held_out(held: HeldOut, pairs: bool) -> Iterator[Problem]:
-    if held.share is not None and held.samples is not None:
+def _held_out_rules(held_out: HeldOut, has_sentence_pairs: bool) -> Iterator[Problem]:
+    if held_out.share is not None and held_out.samples is not None:
         yield (
             ("data.evaluation.samples", "data.evaluation.share"),
-            f"got {held.samples} beside share: {held.share:g}; keep one",
+            f"got {held_out.samples} beside share: {held_out.share:g}; keep one",
         )
-    elif held.share is None and held.samples is None:
+    elif held_out.share is None and held_out.samples is None:
         yield ("data.evaluation",), "is missing: give share or samples, or a corpus of its own"
-    if pairs:
+    if has_sentence_pairs:
         yield (
             ("data.evaluation", "model.task"),
             "got a part of data.train, and pairs of sentences are made of all documents; give a "
@@ -293,75 +347,87 @@ def _held_out(held: HeldOut, pairs: bool) -> Iterator[Problem]:
         )
 
 
-def _chats(data: Data, task: str) -> Iterator[Problem]:
+def _chat_rules(data: Data, task_name: str) -> Iterator[Problem]:
     """Yield the problems of sources of chats, and of the template that writes them."""
-    chats = [key for key, source in data.sources() if is_chat(source)]
-    for key in chats if MODEL_TASKS[task].predicts != "next" else ():
-        yield (key, "model.task"), f"contains chats, which are for task causal-lm, not for {task}"
-    written = any(uses_template(source) for _, source in data.sources())
-    if data.chat_template is not None and not written:
+    chat_keys = [key for key, source in data.sources() if is_chat(source)]
+    for key in chat_keys if MODEL_TASKS[task_name].predicts != "next" else ():
+        yield (
+            (key, "model.task"),
+            f"contains chats, which are for task causal-lm, not for {task_name}",
+        )
+    uses_chat_template = any(uses_template(source) for _, source in data.sources())
+    if data.chat_template is not None and not uses_chat_template:
         yield (
             ("data.chat_template", "data.train"),
             "has no effect without chats: no source has a messages_column",
         )
-    if written and isinstance(data.tokenizer, TokenizerTraining) and data.chat_template is None:
+    if (
+        uses_chat_template
+        and isinstance(data.tokenizer, TokenizerTraining)
+        and data.chat_template is None
+    ):
         yield (
-            ("data.chat_template", "data.tokenizer.train", chats[0]),
+            ("data.chat_template", "data.tokenizer.train", chat_keys[0]),
             "is missing: a tokenizer that is trained here has no chat template of its own",
         )
 
 
-def _packing(data: Data, task: str) -> Iterator[Problem]:
-    path = "data.attend_across_documents"
-    texts = [key for key, source in data.sources() if not is_chat(source)]
-    if data.packing and len(texts) == len([*data.sources()]):
+def _packing_rules(data: Data, task_name: str) -> Iterator[Problem]:
+    field_path = "data.attend_across_documents"
+    text_keys = [key for key, source in data.sources() if not is_chat(source)]
+    if data.packing and len(text_keys) == len([*data.sources()]):
         yield ("data.packing", "data.train"), "has no effect without chats; text is always packed"
-    elif data.packing and texts and data.attend_across_documents:
+    elif data.packing and text_keys and data.attend_across_documents:
         yield (
-            (path, "data.packing"),
-            f"is missing: false; {texts[0]} is text, and packed chats never attend to others",
+            (field_path, "data.packing"),
+            f"is missing: false; {text_keys[0]} is text, and packed chats never attend to others",
         )
     if data.packing and data.lengths:
         key = "data.bucket_lengths" if data.bucket_lengths else "data.padding"
         yield (key, "data.packing"), "has no effect with data.packing, whose samples are full"
     if data.attend_across_documents:
         return
-    if data.is_custom or MODEL_TASKS[task].predicts != "next":
-        own = "custom data" if data.is_custom else task
-        yield (path, "model.task", "data.train.format"), f"is for causal-lm on text, not for {own}"
+    if data.is_custom or MODEL_TASKS[task_name].predicts != "next":
+        data_text = "custom data" if data.is_custom else task_name
+        yield (
+            (field_path, "model.task", "data.train.format"),
+            f"is for causal-lm on text, not for {data_text}",
+        )
     for key in (key for key, source in data.sources() if is_chat(source)):
-        if not (data.packing and texts):
-            yield (path, key), "has no effect with chats: each is one sample, or packed apart"
+        if not (data.packing and text_keys):
+            yield (field_path, key), "has no effect with chats: each is one sample, or packed apart"
 
 
-def _buckets(data: Data, task: str) -> Iterator[Problem]:
-    path = "data.bucket_lengths" if data.bucket_lengths else "data.padding"
+def _padding_rules(data: Data, task_name: str) -> Iterator[Problem]:
+    field_path = "data.bucket_lengths" if data.bucket_lengths else "data.padding"
     lengths = data.bucket_lengths
     if lengths is None and data.padding == "fixed":
         return
     # Other text is cut into windows of equal length.
-    if not MODEL_TASKS[task].label and not any(is_chat(source) for _, source in data.sources()):
+    if not MODEL_TASKS[task_name].label and not any(
+        is_chat(source) for _, source in data.sources()
+    ):
         yield (
-            (path, "model.task"),
-            f"has no effect for {task} on text, whose samples are windows without padding",
+            (field_path, "model.task"),
+            f"has no effect for {task_name} on text, whose samples are windows without padding",
         )
     if lengths is None:
         return
     if data.padding == "longest":
         yield (
-            ("data.padding", path),
+            ("data.padding", field_path),
             "got longest, which needs no bucket_lengths; give only one of them",
         )
-    most = data.sequence_length or MOST
-    if list(lengths) != sorted(set(lengths)) or not lengths or lengths[-1] >= most:
-        shown = ", ".join(map(str, lengths))
+    sequence_length = data.sequence_length or MAX_COUNT
+    if list(lengths) != sorted(set(lengths)) or not lengths or lengths[-1] >= sequence_length:
+        lengths_text = ", ".join(map(str, lengths))
         yield (
-            (path, "data.sequence_length"),
-            f"got {shown}; they must rise, below sequence_length: {most}",
+            (field_path, "data.sequence_length"),
+            f"got {lengths_text}; they must rise, below sequence_length: {sequence_length}",
         )
 
 
-def _words(data: Data, task: str) -> Iterator[Problem]:
+def _tokenizer_rules(data: Data, task_name: str) -> Iterator[Problem]:
     """Yield the problems of the tokenizer, and of the words that are masked."""
     tokenizer = data.tokenizer
     length = data.sequence_length
@@ -371,15 +437,15 @@ def _words(data: Data, task: str) -> Iterator[Problem]:
             ("data.tokenizer",),
             f"got {tokenizer}; to train one write {{train: {tokenizer}, vocab_size: 30522}}",
         )
-    trained = isinstance(tokenizer, TokenizerTraining) and tokenizer.train
-    if trained == "bpe" and MODEL_TASKS[task].predicts == "masked":
+    trained_type = isinstance(tokenizer, TokenizerTraining) and tokenizer.train
+    if trained_type == "bpe" and MODEL_TASKS[task_name].predicts == "masked":
         yield (
             ("data.tokenizer.train", "model.task"),
-            f"got bpe, which has no [MASK] token, for task {task}; use wordpiece",
+            f"got bpe, which has no [MASK] token, for task {task_name}; use wordpiece",
         )
-    most = data.masked_lm.max_predictions if data.masked_lm else None
-    if most and length and most >= length:
+    max_predictions = data.masked_lm.max_predictions if data.masked_lm else None
+    if max_predictions and length and max_predictions >= length:
         yield (
             ("data.masked_lm.max_predictions", "data.sequence_length"),
-            f"got {most}, and a sequence has {length} tokens; BERT uses 20 of 128, 80 of 512",
+            f"got {max_predictions}, and a sequence has {length} tokens; BERT uses 20 of 128, 80 of 512",
         )

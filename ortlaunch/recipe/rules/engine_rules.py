@@ -8,21 +8,21 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from ortlaunch.recipe.fields.ort_variables import contradictions
+from ortlaunch.recipe.fields.ort_variables import variable_contradictions
 from ortlaunch.recipe.fields.recipe import Recipe
-from ortlaunch.recipe.fields.section import chosen
-from ortlaunch.recipe.rules.model_rules import function
+from ortlaunch.recipe.fields.section import non_default_fields
+from ortlaunch.recipe.rules.model_rules import function_name_rules
 from ortlaunch.recipe.rules.parity import compared_steps
 from ortlaunch.recipe.text.place import Problem
 
 # cluster:strategy:count, several of them separated by commas.
-_PLAN = re.compile(r"[^:,\s]+:[012]:(-1|\d+)(,[^:,\s]+:[012]:(-1|\d+))*")
+_RECOMPUTE_PLAN = re.compile(r"[^:,\s]+:[012]:(-1|\d+)(,[^:,\s]+:[012]:(-1|\d+))*")
 # Keys of ORT's JSON file of Triton settings.
 _TRITON_KEYS = ("ops", "initializer", "min_nodes", "symbolic_shape_hint")
 # Fields about the comparison with plain PyTorch, which engine eager does not need.
-_PARITY = ("parity_steps", "parity_tolerance")
+_PARITY_FIELDS = ("parity_steps", "parity_tolerance")
 # Fields that have an effect on every engine; all others belong to engine ort.
-_EVERY_ENGINES = ("name", "matmul_precision", "onednn", "chunked_loss")
+_FIELDS_OF_ALL_ENGINES = ("name", "matmul_precision", "onednn", "chunked_loss")
 # field -> the reason why it does nothing on a CPU.
 CUDA_ONLY = {
     "print_memory_stats": "it reads CUDA's allocator",
@@ -34,7 +34,7 @@ CUDA_ONLY = {
     "tuning_results": "ONNX Runtime's tunable operators are for GPUs",
 }
 # field -> the field without which it does nothing.
-_NEEDS = {
+_REQUIRED_FIELDS = {
     "triton_config": "triton",
     "flash_attention": "triton",
     "tuning_duration_ms": "tuning",
@@ -45,17 +45,17 @@ _NEEDS = {
 
 def engine_rules(recipe: Recipe) -> Iterator[Problem]:
     """Yield every broken rule about the engine's settings."""
-    yield from _name(recipe)
-    yield from _parity(recipe)
+    yield from _engine_name_rules(recipe)
+    yield from _parity_rules(recipe)
     if recipe.engine.matmul_precision != "highest" and recipe.format.is_narrow:
         yield (
             ("engine.matmul_precision", "precision"),
             f"has no effect with {recipe.precision}: it changes the matmul of float32 only; "
             "leave it out",
         )
-    yield from _onednn(recipe)
-    yield from _chunked_loss(recipe)
-    yield from function("engine.postprocess", recipe.engine.postprocess)
+    yield from _onednn_rules(recipe)
+    yield from _chunked_loss_rules(recipe)
+    yield from function_name_rules("engine.postprocess", recipe.engine.postprocess)
     if recipe.model.lora and recipe.model.lora.target_parameters and recipe.engine.name == "ort":
         yield (
             ("model.lora.target_parameters", "engine.name"),
@@ -69,15 +69,15 @@ def engine_rules(recipe: Recipe) -> Iterator[Problem]:
     # The fields below belong to engine ort; `_name` reports them with other engines.
     if recipe.engine.name != "ort":
         return
-    yield from _pairs(recipe)
-    yield from _memory(recipe)
-    yield from _precision(recipe)
-    yield from _triton(recipe)
-    for name, message in contradictions(recipe.engine, recipe.launch.env):
+    yield from _field_pair_rules(recipe)
+    yield from _memory_rules(recipe)
+    yield from _cast_rules(recipe)
+    yield from _triton_rules(recipe)
+    for name, message in variable_contradictions(recipe.engine, recipe.launch.env):
         yield (f"launch.env.{name}", "engine"), message
 
 
-def _name(recipe: Recipe) -> Iterator[Problem]:
+def _engine_name_rules(recipe: Recipe) -> Iterator[Problem]:
     """Yield the problems of the engine's name beside micro_size, ort's fields and ZeRO 3."""
     engine = recipe.engine
     # The rules of the other engines apply when one of them is chosen.
@@ -90,7 +90,7 @@ def _name(recipe: Recipe) -> Iterator[Problem]:
             )
         return
     if engine.name != "ort":
-        for key in sorted(chosen(engine) - {*_EVERY_ENGINES, *_PARITY}):
+        for key in sorted(non_default_fields(engine) - {*_FIELDS_OF_ALL_ENGINES, *_PARITY_FIELDS}):
             yield (
                 (f"engine.{key}", "engine.name"),
                 (
@@ -109,12 +109,12 @@ def _name(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def _parity(recipe: Recipe) -> Iterator[Problem]:
+def _parity_rules(recipe: Recipe) -> Iterator[Problem]:
     """Yield the problems of the fields for the comparison with plain PyTorch."""
     engine = recipe.engine
-    asked = [key for key in _PARITY if key in chosen(engine)]
+    set_fields = [key for key in _PARITY_FIELDS if key in non_default_fields(engine)]
     if engine.name == "eager":
-        for key in asked:
+        for key in set_fields:
             yield (
                 (f"engine.{key}", "engine.name"),
                 (
@@ -123,7 +123,7 @@ def _parity(recipe: Recipe) -> Iterator[Problem]:
                 ),
             )
     elif engine.name != "auto" and not compared_steps(recipe).steps:
-        for key in set(asked) - {"parity_steps"}:
+        for key in set(set_fields) - {"parity_steps"}:
             yield (
                 (f"engine.{key}", "engine.parity_steps"),
                 "has no effect without engine.parity_steps; set it as well",
@@ -136,7 +136,7 @@ def _parity(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def _chunked_loss(recipe: Recipe) -> Iterator[Problem]:
+def _chunked_loss_rules(recipe: Recipe) -> Iterator[Problem]:
     if isinstance(recipe.engine.chunked_loss, str):
         return
     if not recipe.model.traits.predicts:
@@ -169,18 +169,24 @@ def engine_device_rules(recipe: Recipe, device: str) -> Iterator[Problem]:
             )
         return
     # ONNX Runtime's CPU kernels have no lower precision for float32 matmuls.
-    own = ort_multiplies(recipe)
-    if recipe.engine.matmul_precision != "highest" and own:
+    conflicting_setting = setting_against_torch_matmul(recipe)
+    if recipe.engine.matmul_precision != "highest" and conflicting_setting:
         yield (
             ("engine.matmul_precision", "launch.device"),
-            f"has no effect with {own}: ONNX Runtime computes its matmul in float32; leave one out",
+            f"has no effect with {conflicting_setting}: ONNX Runtime computes its matmul in float32; leave one out",
         )
-    for name, why in CUDA_ONLY.items():
-        if getattr(recipe.engine, name) != type(recipe.engine).model_fields[name].default:
-            yield (f"engine.{name}", "launch.device"), f"has no effect on CPU: {why}; leave it out"
+    for field_name, reason in CUDA_ONLY.items():
+        if (
+            getattr(recipe.engine, field_name)
+            != type(recipe.engine).model_fields[field_name].default
+        ):
+            yield (
+                (f"engine.{field_name}", "launch.device"),
+                f"has no effect on CPU: {reason}; leave it out",
+            )
 
 
-def _onednn(recipe: Recipe) -> Iterator[Problem]:
+def _onednn_rules(recipe: Recipe) -> Iterator[Problem]:
     """Yield the problems of `engine.onednn` where matmuls are not torch's float32 ones."""
     engine = recipe.engine
     if engine.onednn is None:
@@ -197,14 +203,18 @@ def _onednn(recipe: Recipe) -> Iterator[Problem]:
             f"has no effect with matmul_precision {engine.matmul_precision}, which is oneDNN's; "
             "leave one out",
         )
-    if engine.onednn and engine.name == "ort" and (own := ort_multiplies(recipe)):
+    if (
+        engine.onednn
+        and engine.name == "ort"
+        and (conflicting_setting := setting_against_torch_matmul(recipe))
+    ):
         yield (
             ("engine.onednn",),
-            f"has no effect with {own}: ONNX Runtime computes the matmul; leave one out",
+            f"has no effect with {conflicting_setting}: ONNX Runtime computes the matmul; leave one out",
         )
 
 
-def ort_multiplies(recipe: Recipe) -> str:
+def setting_against_torch_matmul(recipe: Recipe) -> str:
     """Return the setting that keeps torch's matmuls out of ORT's graph on a CPU; "" if none."""
     engine = recipe.engine
     if engine.torch_matmul is False:
@@ -219,26 +229,29 @@ def ort_multiplies(recipe: Recipe) -> str:
     return next((name for name in fields if getattr(engine, name)), "")
 
 
-def _pairs(recipe: Recipe) -> Iterator[Problem]:
+def _field_pair_rules(recipe: Recipe) -> Iterator[Problem]:
     engine = recipe.engine
-    for name, other in _NEEDS.items():
-        if getattr(engine, name) and not getattr(engine, other):
-            yield (f"engine.{name}", f"engine.{other}"), f"has no effect without {other}: true"
+    for field_name, required_field in _REQUIRED_FIELDS.items():
+        if getattr(engine, field_name) and not getattr(engine, required_field):
+            yield (
+                (f"engine.{field_name}", f"engine.{required_field}"),
+                f"has no effect without {required_field}: true",
+            )
     if engine.print_input_density and engine.sparsity_optimizer is False:
         yield (
             ("engine.print_input_density", "engine.sparsity_optimizer"),
             "has no effect without sparsity_optimizer, which measures the density",
         )
-    for name in ("efficient_attention", "flash_attention"):
-        if getattr(engine, name) and recipe.model.attention == "sdpa":
+    for field_name in ("efficient_attention", "flash_attention"):
+        if getattr(engine, field_name) and recipe.model.attention == "sdpa":
             yield (
-                (f"engine.{name}", "model.attention"),
+                (f"engine.{field_name}", "model.attention"),
                 "has no effect with attention sdpa: it replaces attention written as matmul "
                 "and softmax; use eager",
             )
 
 
-def _memory(recipe: Recipe) -> Iterator[Problem]:
+def _memory_rules(recipe: Recipe) -> Iterator[Problem]:
     engine = recipe.engine
     if engine.memory_optimization_config and engine.memory_optimization:
         yield (
@@ -246,15 +259,15 @@ def _memory(recipe: Recipe) -> Iterator[Problem]:
             f"has no effect at memory_optimization {engine.memory_optimization}, which chooses "
             "the subgraphs itself; set memory_optimization: 0",
         )
-    checkpointing = recipe.model.gradient_checkpointing
-    if engine.memory_optimization_config and checkpointing:
+    uses_checkpointing = recipe.model.gradient_checkpointing
+    if engine.memory_optimization_config and uses_checkpointing:
         yield (
             ("model.gradient_checkpointing", "engine.memory_optimization_config"),
             "has no effect beside memory_optimization_config, which lists the recomputed "
             "subgraphs; leave one out",
         )
     if engine.torch_matmul and (
-        checkpointing or engine.memory_optimization or engine.memory_optimization_config
+        uses_checkpointing or engine.memory_optimization or engine.memory_optimization_config
     ):
         yield (
             ("engine.torch_matmul", "engine.memory_optimization", "model.gradient_checkpointing"),
@@ -267,11 +280,11 @@ def _memory(recipe: Recipe) -> Iterator[Problem]:
             "has no effect with memory_efficient_grad_management, whose graph has no weights "
             "to identify the matmul; leave one out",
         )
-    for plan in engine.memory_optimization_config:
-        if not _PLAN.fullmatch(plan):
+    for recompute_plan in engine.memory_optimization_config:
+        if not _RECOMPUTE_PLAN.fullmatch(recompute_plan):
             yield (
                 ("engine.memory_optimization_config",),
-                f"got {plan}; write cluster:strategy:count, as BiasGelu+:1:-1 (strategy 0, 1 or "
+                f"got {recompute_plan}; write cluster:strategy:count, as BiasGelu+:1:-1 (strategy 0, 1 or "
                 "2; count -1 for all)",
             )
     if engine.memory_efficient_grad_management and recipe.zero:
@@ -282,25 +295,27 @@ def _memory(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def _precision(recipe: Recipe) -> Iterator[Problem]:
-    for name in ("cast_propagation", "cast_propagation_level"):
-        default = type(recipe.engine).model_fields[name].default
+def _cast_rules(recipe: Recipe) -> Iterator[Problem]:
+    for field_name in ("cast_propagation", "cast_propagation_level"):
+        default = type(recipe.engine).model_fields[field_name].default
         # Only autocast inserts casts: that is fp16 without DeepSpeed.
-        if getattr(recipe.engine, name) == default or (
+        if getattr(recipe.engine, field_name) == default or (
             recipe.format.scales_loss and recipe.zero is None
         ):
             continue
-        how = "DeepSpeed, whose weights are 16 bits wide" if recipe.zero else recipe.precision
+        cause_text = (
+            "DeepSpeed, whose weights are 16 bits wide" if recipe.zero else recipe.precision
+        )
         yield (
-            (f"engine.{name}", "precision", "zero"),
+            (f"engine.{field_name}", "precision", "zero"),
             (
-                f"has no effect with {how}: it moves the casts of autocast, which only fp16 without "
+                f"has no effect with {cause_text}: it moves the casts of autocast, which only fp16 without "
                 "DeepSpeed has"
             ),
         )
 
 
-def _triton(recipe: Recipe) -> Iterator[Problem]:
+def _triton_rules(recipe: Recipe) -> Iterator[Problem]:
     config = recipe.engine.triton_config or {}
     for key in config:
         if key not in _TRITON_KEYS:

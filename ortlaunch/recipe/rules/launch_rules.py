@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ortlaunch.launchers import LAUNCHERS
-from ortlaunch.recipe.text.place import SECRET, Problem
+from ortlaunch.recipe.text.place import SECRET_NAME, Problem
 
 if TYPE_CHECKING:
     from ortlaunch.recipe.fields.recipe import Recipe
@@ -21,40 +21,40 @@ _RANK_VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def launch_rules(recipe: Recipe) -> Iterator[Problem]:
     """Yield the problems of the processes, of variables' names, and of an elastic run."""
-    yield from _processes(recipe)
-    yield from _variables(recipe)
+    yield from _process_count_rules(recipe)
+    yield from _variable_rules(recipe)
     if recipe.launch.elastic is not None:
-        yield from _elastic(recipe)
+        yield from _elastic_rules(recipe)
 
 
-def _processes(recipe: Recipe) -> Iterator[Problem]:
+def _process_count_rules(recipe: Recipe) -> Iterator[Problem]:
     launch = recipe.launch
-    per_node = launch.processes_per_node or 1
+    processes_per_node = launch.processes_per_node or 1
     # The largest number of hosts that an elastic run may have; 1 where the recipe leaves it open.
-    nodes = max(launch.node_counts, default=1)
+    max_nodes = max(launch.node_counts, default=1)
     # `auto` is no row of the table: it is resolved later.
     launcher = LAUNCHERS.get(launch.launcher)
-    if launcher and launcher.single and per_node * nodes > 1:
+    if launcher and launcher.single and processes_per_node * max_nodes > 1:
         yield (
             ("launch.launcher", "launch.processes_per_node", "launch.nodes"),
-            f"got {launch.launcher}, which runs one process, for {nodes * per_node} processes; "
+            f"got {launch.launcher}, which runs one process, for {max_nodes * processes_per_node} processes; "
             "use torchrun, mpi or auto",
         )
 
 
-def _variables(recipe: Recipe) -> Iterator[Problem]:
+def _variable_rules(recipe: Recipe) -> Iterator[Problem]:
     launch = recipe.launch
     for name in launch.env:
-        if not _VARIABLE.fullmatch(name):
+        if not _VARIABLE_NAME.fullmatch(name):
             yield (f"launch.env.{name}",), "is not a variable's name: use letters, digits and `_`"
         elif name in _RANK_VARIABLES:
             yield (f"launch.env.{name}",), "is set by the launcher for each rank; leave it out"
-        elif SECRET.search(name):
+        elif SECRET_NAME.search(name):
             yield (
                 (f"launch.env.{name}",),
                 "looks like a secret, and the run folder stores the recipe; export it in your "
@@ -66,14 +66,14 @@ def _variables(recipe: Recipe) -> Iterator[Problem]:
                 f"got {name}, which launch.env sets; keep one",
             )
     for name in launch.forward:
-        if not _VARIABLE.fullmatch(name):
+        if not _VARIABLE_NAME.fullmatch(name):
             yield (
                 ("launch.forward",),
                 f"got {name}; give the name of a variable only, without its value",
             )
 
 
-def _elastic(recipe: Recipe) -> Iterator[Problem]:
+def _elastic_rules(recipe: Recipe) -> Iterator[Problem]:
     """Yield the problems of an elastic run.
 
     It keeps the global batch for any number of hosts, and needs restarts to continue after a lost
@@ -81,12 +81,12 @@ def _elastic(recipe: Recipe) -> Iterator[Problem]:
     """
     launch = recipe.launch
     batch = recipe.batch
-    nodes = launch.elastic
-    assert nodes is not None
-    if nodes.min > nodes.max:
+    node_range = launch.elastic
+    assert node_range is not None
+    if node_range.min > node_range.max:
         yield (
             ("launch.nodes.min", "launch.nodes.max"),
-            f"got {nodes.min}, which is over max ({nodes.max})",
+            f"got {node_range.min}, which is over max ({node_range.max})",
         )
     launcher = LAUNCHERS.get(launch.launcher)
     if launcher and not launcher.sees_lost_hosts:

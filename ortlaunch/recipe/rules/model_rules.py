@@ -11,52 +11,52 @@ from ortlaunch.recipe.fields.families import (
     COMMON_DEFAULTS,
     FAMILIES,
     LINEAR_LAYERS,
-    complete,
+    fill_config_defaults,
     known_fields,
 )
 from ortlaunch.recipe.fields.model import Model
 from ortlaunch.recipe.fields.recipe import Recipe
-from ortlaunch.recipe.fields.section import MOST
+from ortlaunch.recipe.fields.section import MAX_COUNT
 from ortlaunch.recipe.text.place import Problem
-from ortlaunch.recipe.text.words import closest
+from ortlaunch.recipe.text.words import closest_name
 
-_FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+_FUNCTION_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 # Counts that must be at least 1.
 _COUNTS = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size",
     "max_position_embeddings", "type_vocab_size", "head_dim", "num_labels",
 )  # fmt: skip
 # transformers' config has a name for each class.
-MOST_CLASSES = 1_000_000
+MAX_CLASSES = 1_000_000
 # The plan counts the tensors of each layer, one by one.
-_MOST = {
+_MOST_BY_FIELD = {
     "num_hidden_layers": 10_000,
-    "num_labels": MOST_CLASSES,
+    "num_labels": MAX_CLASSES,
 }
 _CONFIG = "model.config"
 
 
 def model_rules(recipe: Recipe) -> Iterator[Problem]:
     """Yield every broken rule about the model."""
-    yield from _builder(recipe.model)
-    yield from function("model.factory", recipe.model.factory)
+    yield from _model_builder_rules(recipe.model)
+    yield from function_name_rules("model.factory", recipe.model.factory)
     if recipe.model.config is not None:
-        config = list(_config(recipe.model.config, bool(recipe.model.pretrained)))
-        yield from config
+        config_problems = list(_config_rules(recipe.model.config, bool(recipe.model.pretrained)))
+        yield from config_problems
         # Otherwise the rules below would judge a misspelt field by the family's default.
-        if not config:
-            yield from _task(recipe.model)
-            yield from _shape(recipe)
-            yield from _lora(recipe.model)
+        if not config_problems:
+            yield from _task_rules(recipe.model)
+            yield from _head_count_rules(recipe)
+            yield from _lora_rules(recipe.model)
 
 
-def function(path: str, value: str | None) -> Iterator[Problem]:
+def function_name_rules(field_path: str, function_name: str | None) -> Iterator[Problem]:
     """Yield a problem unless a function is named as `package.module:function`."""
-    if value and not _FUNCTION.fullmatch(value):
-        yield (path,), f'got {value}; write it as "package.module:function"'
+    if function_name and not _FUNCTION_NAME.fullmatch(function_name):
+        yield (field_path,), f'got {function_name}; write it as "package.module:function"'
 
 
-def _builder(model: Model) -> Iterator[Problem]:
+def _model_builder_rules(model: Model) -> Iterator[Problem]:
     """Yield the problems of the model's builder: a factory, or transformers."""
     if model.traits.is_own:
         if not model.factory:
@@ -64,21 +64,21 @@ def _builder(model: Model) -> Iterator[Problem]:
                 ("model.factory", "model.task"),
                 f'is missing: task {model.task} needs factory: "package.module:function"',
             )
-        unset = {
+        unset_values = {
             "pretrained": None, "config": None, "lora": None, "allow_partial": False,
             "attention": "auto",
         }  # fmt: skip
-        for name, value in unset.items():
-            if getattr(model, name) != value:
+        for field_name, value in unset_values.items():
+            if getattr(model, field_name) != value:
                 yield (
-                    (f"model.{name}", "model.task"),
+                    (f"model.{field_name}", "model.task"),
                     f"has no effect with task {model.task}: the factory builds the model",
                 )
         return
     if model.factory or model.arguments:
-        name = "factory" if model.factory else "arguments"
+        field_name = "factory" if model.factory else "arguments"
         yield (
-            (f"model.{name}", "model.task"),
+            (f"model.{field_name}", "model.task"),
             f"is for tasks custom and lightning, and task is {model.task}",
         )
     if model.allow_partial and not model.pretrained:
@@ -91,125 +91,130 @@ def _builder(model: Model) -> Iterator[Problem]:
         )
 
 
-def _config(config: dict[str, Any], pretrained: bool) -> Iterator[Problem]:
+def _config_rules(config: dict[str, Any], is_pretrained: bool) -> Iterator[Problem]:
     """Yield the problems of the config's names and types, where the family is known."""
-    kind = config.get("model_type")
-    if kind is not None and not isinstance(kind, str):
-        yield (f"{_CONFIG}.model_type",), f"got {kind!r}; it must be text, as bert or llama"
-    elif kind is None and config and not pretrained:
+    model_type = config.get("model_type")
+    if model_type is not None and not isinstance(model_type, str):
+        yield (f"{_CONFIG}.model_type",), f"got {model_type!r}; it must be text, as bert or llama"
+    elif model_type is None and config and not is_pretrained:
         yield (
             (_CONFIG, f"{_CONFIG}.model_type"),
             "lacks model_type (as bert or llama), which defines the other keys",
         )
-    elif kind not in FAMILIES and isinstance(kind, str):
+    elif model_type not in FAMILIES and isinstance(model_type, str):
         # transformers' names of model types are in lower case.
-        family = next((name for name in FAMILIES if name == kind.lower()), None)
+        family = next((name for name in FAMILIES if name == model_type.lower()), None)
         if family:
-            yield (f"{_CONFIG}.model_type",), f"got {kind}; transformers writes {family}"
+            yield (f"{_CONFIG}.model_type",), f"got {model_type}; transformers writes {family}"
     for key, value in config.items():
-        yield from _field(key, value, str(kind))
+        yield from _config_field_rules(key, value, str(model_type))
 
 
-def _field(key: str, value: object, family: str) -> Iterator[Problem]:
-    known = known_fields(family)
+def _config_field_rules(field_name: str, value: object, model_type: str) -> Iterator[Problem]:
+    known_names = known_fields(model_type)
     # The worker checks other families against transformers.
-    if known is None:
+    if known_names is None:
         return
-    if key not in known:
-        guess = closest(key, known)
+    if field_name not in known_names:
+        closest_field = closest_name(field_name, known_names)
         advice = (
-            f"did you mean {guess}?"
-            if guess
-            else f"transformers' {family} config has no such field"
+            f"did you mean {closest_field}?"
+            if closest_field
+            else f"transformers' {model_type} config has no such field"
         )
-        yield (f"{_CONFIG}.{key}",), f"unknown key; {advice}"
+        yield (f"{_CONFIG}.{field_name}",), f"unknown key; {advice}"
         return
-    if wanted := _wanted(key, value, {**COMMON_DEFAULTS, **FAMILIES[family]}.get(key)):
-        yield (f"{_CONFIG}.{key}",), f"got {_shown(value)}; it must be {wanted}"
+    if expectation := _accepted_values_text(
+        field_name, value, {**COMMON_DEFAULTS, **FAMILIES[model_type]}.get(field_name)
+    ):
+        yield (f"{_CONFIG}.{field_name}",), f"got {_value_text(value)}; it must be {expectation}"
 
 
-def _wanted(key: str, value: Any, default: object) -> str | None:
+def _accepted_values_text(field_name: str, value: Any, default: object) -> str | None:
     """Return the values that a config's field accepts, or None where `value` is one of them.
 
     The type follows from the field's default and its name.
     """
     # bool is a subclass of int: true is no number here.
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if default is None and value is None:
         return None
     if isinstance(default, bool):
         return None if isinstance(value, bool) else "true or false"
-    if isinstance(default, int) or key in _COUNTS:
-        least = 1 if key in _COUNTS else 0
-        most = _MOST.get(key, MOST)
-        fits = number and isinstance(value, int) and least <= value <= most
+    if isinstance(default, int) or field_name in _COUNTS:
+        least = 1 if field_name in _COUNTS else 0
+        most = _MOST_BY_FIELD.get(field_name, MAX_COUNT)
+        is_accepted = is_number and isinstance(value, int) and least <= value <= most
         return (
             None
-            if fits
-            else f"a whole number from {least}{f' to {most}' if number and value > most else ''}"
+            if is_accepted
+            else f"a whole number from {least}{f' to {most}' if is_number and value > most else ''}"
         )
-    if "dropout" in key:
-        return None if number and 0 <= value < 1 else "a number from 0, below 1"
+    if "dropout" in field_name:
+        return None if is_number and 0 <= value < 1 else "a number from 0, below 1"
     if isinstance(default, float):
-        return None if number else "a number"
+        return None if is_number else "a number"
     return "a word" if isinstance(default, str) and not isinstance(value, str) else None
 
 
-def _shown(value: object) -> str:
+def _value_text(value: object) -> str:
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 
-def _task(model: Model) -> Iterator[Problem]:
+def _task_rules(model: Model) -> Iterator[Problem]:
     config = model.config or {}
     traits = model.traits
-    family = config.get("model_type")
-    paths = ("model.task", f"{_CONFIG}.model_type")
-    if family == "llama" and traits.predicts == "masked":
-        yield paths, f"got {model.task} with llama, which predicts the next token; use causal-lm"
+    model_type = config.get("model_type")
+    key_names = ("model.task", f"{_CONFIG}.model_type")
+    if model_type == "llama" and traits.predicts == "masked":
+        yield (
+            key_names,
+            f"got {model.task} with llama, which predicts the next token; use causal-lm",
+        )
     if traits.label == "number" and config.get("num_labels", 1) != 1:
         yield (
             (f"{_CONFIG}.num_labels", "model.task"),
             f"got {config['num_labels']}; {model.task} has one output",
         )
-    if family == "bert" and traits.predicts == "next" and not config.get("is_decoder"):
+    if model_type == "bert" and traits.predicts == "next" and not config.get("is_decoder"):
         yield (
-            paths,
+            key_names,
             "got causal-lm with bert, whose attention sees the tokens to predict; use "
             "masked-lm or pretraining",
         )
 
 
-def _shape(recipe: Recipe) -> Iterator[Problem]:
-    full = complete(recipe.model.config)
+def _head_count_rules(recipe: Recipe) -> Iterator[Problem]:
+    full_config = fill_config_defaults(recipe.model.config)
     # With `pretrained`, `config` has only the changed fields: the defaults are not the model's.
-    if full is None or recipe.model.pretrained:
+    if full_config is None or recipe.model.pretrained:
         return
-    hidden = full["hidden_size"]
-    heads = full["num_attention_heads"]
-    groups = full.get("num_key_value_heads")
-    if full.get("head_dim") is None and hidden % heads:
+    hidden = full_config["hidden_size"]
+    heads = full_config["num_attention_heads"]
+    key_value_heads = full_config.get("num_key_value_heads")
+    if full_config.get("head_dim") is None and hidden % heads:
         yield (
             (f"{_CONFIG}.num_attention_heads", f"{_CONFIG}.hidden_size"),
             f"got {heads}, and hidden_size ({hidden}) is not a multiple of it",
         )
-    if groups is not None and heads % groups:
+    if key_value_heads is not None and heads % key_value_heads:
         yield (
             (f"{_CONFIG}.num_key_value_heads", f"{_CONFIG}.num_attention_heads"),
-            f"got {groups}, and num_attention_heads ({heads}) is not a multiple of it",
+            f"got {key_value_heads}, and num_attention_heads ({heads}) is not a multiple of it",
         )
-    yield from _fit(recipe, full)
+    yield from _length_and_vocabulary_rules(recipe, full_config)
 
 
-def _fit(recipe: Recipe, full: dict[str, Any]) -> Iterator[Problem]:
+def _length_and_vocabulary_rules(recipe: Recipe, full_config: dict[str, Any]) -> Iterator[Problem]:
     """Yield the problems of the data's length and vocabulary, compared with the model's."""
     length = recipe.data.sequence_length
-    positions = full["max_position_embeddings"]
-    if length and length > positions:
+    max_positions = full_config["max_position_embeddings"]
+    if length and length > max_positions:
         yield (
             ("data.sequence_length", f"{_CONFIG}.max_position_embeddings"),
-            f"got {length}, and the model has max_position_embeddings: {positions}; change one "
+            f"got {length}, and the model has max_position_embeddings: {max_positions}; change one "
             "of them",
         )
     tokenizer = recipe.data.tokenizer
@@ -218,26 +223,26 @@ def _fit(recipe: Recipe, full: dict[str, Any]) -> Iterator[Problem]:
         recipe.model.config or {}
     ):
         return
-    if tokenizer.vocab_size > full["vocab_size"]:
+    if tokenizer.vocab_size > full_config["vocab_size"]:
         yield (
             ("data.tokenizer.vocab_size", f"{_CONFIG}.vocab_size"),
-            f"got {tokenizer.vocab_size}, more than the model's vocab_size: {full['vocab_size']}",
+            f"got {tokenizer.vocab_size}, more than the model's vocab_size: {full_config['vocab_size']}",
         )
 
 
-def _lora(model: Model) -> Iterator[Problem]:
-    layers = LINEAR_LAYERS.get(str((model.config or {}).get("model_type")))
-    if model.lora is None or layers is None:
+def _lora_rules(model: Model) -> Iterator[Problem]:
+    linear_layers = LINEAR_LAYERS.get(str((model.config or {}).get("model_type")))
+    if model.lora is None or linear_layers is None:
         return
-    absent = [
+    unknown_modules = [
         name
         for name in model.lora.target_modules
-        if name.split(".")[-1] not in (*layers, "all-linear")
+        if name.split(".")[-1] not in (*linear_layers, "all-linear")
     ]
-    if absent:
-        guess = closest(absent[0], layers)
+    if unknown_modules:
+        closest_layer = closest_name(unknown_modules[0], linear_layers)
         yield (
             ("model.lora.target_modules", f"{_CONFIG}.model_type"),
-            f"got {', '.join(absent)}, and the model's linear layers are {', '.join(layers)}"
-            + (f"; did you mean {guess}?" if guess else ""),
+            f"got {', '.join(unknown_modules)}, and the model's linear layers are {', '.join(linear_layers)}"
+            + (f"; did you mean {closest_layer}?" if closest_layer else ""),
         )

@@ -9,7 +9,7 @@ from ortlaunch.recipe.fields.schedule import Schedule
 from ortlaunch.recipe.text.place import Problem
 
 # field -> the schedules that use it; on all others it has no effect.
-_TAKEN_BY = {
+_SCHEDULES_BY_FIELD = {
     "power": ("polynomial",),
     "minimum_ratio": ("linear", "cosine", "wsd"),
     "decay_ratio": ("wsd",),
@@ -30,46 +30,52 @@ def schedule_rules(recipe: Recipe) -> Iterator[Problem]:
             ("schedule.warmup_power", "schedule.warmup_steps"),
             "has no effect without a warm-up; also set warmup_steps or warmup_ratio",
         )
-    steps = recipe.train.max_steps
-    if schedule.warmup_steps is not None and steps is not None and schedule.warmup_steps > steps:
+    max_steps = recipe.train.max_steps
+    if (
+        schedule.warmup_steps is not None
+        and max_steps is not None
+        and schedule.warmup_steps > max_steps
+    ):
         yield (
             ("schedule.warmup_steps", "train.max_steps"),
-            f"got {schedule.warmup_steps}, more than train.max_steps ({steps}): "
+            f"got {schedule.warmup_steps}, more than train.max_steps ({max_steps}): "
             "the learning rate would never reach its peak",
         )
-    yield from _without_effect(schedule)
-    yield from _overlap(schedule, steps)
+    yield from _unused_field_rules(schedule)
+    yield from _decay_overlap_rules(schedule, max_steps)
 
 
-def _without_effect(schedule: Schedule) -> Iterator[Problem]:
+def _unused_field_rules(schedule: Schedule) -> Iterator[Problem]:
     """Yield the problems of fields that belong to another schedule."""
-    for field, names in _TAKEN_BY.items():
+    for field, schedule_names in _SCHEDULES_BY_FIELD.items():
         if (
             getattr(schedule, field) != Schedule.model_fields[field].default
-            and schedule.name not in names
+            and schedule.name not in schedule_names
         ):
-            what = "polynomial's exponent" if field == "power" else f"for {', '.join(names)}"
+            field_text = (
+                "polynomial's exponent" if field == "power" else f"for {', '.join(schedule_names)}"
+            )
             yield (
                 (f"schedule.{field}", "schedule.name"),
-                f"has no effect with {schedule.name}: it is {what}",
+                f"has no effect with {schedule.name}: it is {field_text}",
             )
 
 
-def _overlap(schedule: Schedule, steps: int | None) -> Iterator[Problem]:
+def _decay_overlap_rules(schedule: Schedule, max_steps: int | None) -> Iterator[Problem]:
     """Yield a problem where the decay of `wsd` would begin during the warm-up."""
     if schedule.name != "wsd":
         return
-    field = "warmup_ratio"
-    warmup = schedule.warmup_ratio or 0.0
-    if schedule.warmup_steps is not None and steps is not None:
-        field = "warmup_steps"
-        warmup = schedule.warmup_steps / steps
+    warmup_field = "warmup_ratio"
+    warmup_share = schedule.warmup_ratio or 0.0
+    if schedule.warmup_steps is not None and max_steps is not None:
+        warmup_field = "warmup_steps"
+        warmup_share = schedule.warmup_steps / max_steps
     # Rounding: 0.9 + 0.1 must not exceed 1. A warm-up above 1 has an error of its own.
-    if warmup <= 1 < round(warmup + schedule.decay_ratio, 9):
+    if warmup_share <= 1 < round(warmup_share + schedule.decay_ratio, 9):
         yield (
-            ("schedule.decay_ratio", f"schedule.{field}", "schedule.name"),
+            ("schedule.decay_ratio", f"schedule.{warmup_field}", "schedule.name"),
             (
-                f"got {schedule.decay_ratio:g} of the steps beside a warm-up of {warmup:.3g} of them; "
+                f"got {schedule.decay_ratio:g} of the steps beside a warm-up of {warmup_share:.3g} of them; "
                 "they overlap"
             ),
         )

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ortlaunch.recipe.text.place import KeyPath, dotted
+from ortlaunch.recipe.text.place import KeyPath, format_key_path
 from ortlaunch.recipe.text.tree import Tree
 
 # Variables that are expanded beside those that launch.forward names.
-EXPANDED = ("HOME", "SCRATCH", "TMPDIR", "WORK", "DATA")
+EXPANDED_VARIABLES = ("HOME", "SCRATCH", "TMPDIR", "WORK", "DATA")
 # Folders that a run writes, which start from the current folder.
 _OUTPUT_PATHS: tuple[KeyPath, ...] = (
     ("engine", "save_onnx"),
@@ -27,33 +27,41 @@ _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 
 
 def expand_paths(
-    tree: Tree, environ: Mapping[str, str], absolute: bool = False
+    tree: Tree, environ: Mapping[str, str], make_absolute: bool = False
 ) -> tuple[Tree, list[str]]:
     """Return the tree with its paths expanded, and a note for each path whose folder was chosen.
 
     Variables that are not set, or not in the list, stay.
 
     Args:
-        absolute: whether paths that exist on this host become absolute, so that a later command can
+        make_absolute: whether paths that exist on this host become absolute, so that a later command can
             use them from any folder.
     """
-    forward = tree.find(("launch", "forward"))
-    own = forward.plain() if forward is not None and forward.kind == "list" else ()
-    names = {*EXPANDED, *map(str, own)}
-    known = {name: value for name, value in environ.items() if name in names and value}
+    forward = tree.find_subtree(("launch", "forward"))
+    forwarded_names = (
+        forward.plain_value() if forward is not None and forward.node_type == "list" else ()
+    )
+    expanded_names = {*EXPANDED_VARIABLES, *map(str, forwarded_names)}
+    known_variables = {
+        name: value for name, value in environ.items() if name in expanded_names and value
+    }
     notes = []
-    for path in [*_input_paths(tree), *_OUTPUT_PATHS]:
-        node = tree.find(path)
+    for key_path in [*_input_paths(tree), *_OUTPUT_PATHS]:
+        node = tree.find_subtree(key_path)
         if node is None or not isinstance(node.scalar, str):
             continue
-        text = _with_variables(node.scalar, known)
-        found, note = (text, "") if path in _OUTPUT_PATHS else _from_folder(text, node)
+        path_text = _expand_variables(node.scalar, known_variables)
+        expanded_path, note = (
+            (path_text, "") if key_path in _OUTPUT_PATHS else _choose_start_folder(path_text, node)
+        )
         if note:
-            notes.append(f"{dotted(path)}: {note}")
-        if absolute and path not in _OUTPUT_PATHS and _is_local(path, found):
-            found = os.path.abspath(found)
-        if found != node.scalar:
-            tree = tree.put(path, replace(node, scalar=found, raw=found))
+            notes.append(f"{format_key_path(key_path)}: {note}")
+        if make_absolute and key_path not in _OUTPUT_PATHS and _is_local(key_path, expanded_path):
+            expanded_path = os.path.abspath(expanded_path)
+        if expanded_path != node.scalar:
+            tree = tree.set_subtree(
+                key_path, replace(node, scalar=expanded_path, raw=expanded_path)
+            )
     return tree, notes
 
 
@@ -61,44 +69,55 @@ def _input_paths(tree: Tree) -> Iterator[KeyPath]:
     """Yield the places of the files and folders that a run reads."""
     yield from (("model", "pretrained"), ("data", "tokenizer"), ("data", "processor"),
                 ("data", "chat_template"))  # fmt: skip
-    parts = tree.find(("data", "train"))
-    numbers = parts.children if parts is not None and parts.kind == "list" else ()
+    parts = tree.find_subtree(("data", "train"))
+    source_indices = parts.children if parts is not None and parts.node_type == "list" else ()
     sources: Sequence[KeyPath] = [
-        *(("data", "train", number, "source") for number in numbers),
+        *(("data", "train", source_index, "source") for source_index in source_indices),
         ("data", "train"),
         ("data", "evaluation"),
     ]
     for source in sources:
-        path: KeyPath = (*source, "path")
-        node = tree.find(path)
+        key_path: KeyPath = (*source, "path")
+        node = tree.find_subtree(key_path)
         # One pattern, or a list of them.
-        yield from [(*path, key) for key in node.children] if node and node.children else [path]
+        yield from (
+            [(*key_path, key) for key in node.children] if node and node.children else [key_path]
+        )
 
 
-def _with_variables(text: str, known: Mapping[str, str]) -> str:
+def _expand_variables(path_text: str, known_variables: Mapping[str, str]) -> str:
     # The text of a template is no path.
-    if "{{" in text or "{%" in text:
-        return text
-    if text == "~" or text.startswith("~/"):
-        text = known.get("HOME", "~") + text[1:]
-    return _VARIABLE.sub(lambda found: known.get(found[1] or found[2], found[0]), text)
+    if "{{" in path_text or "{%" in path_text:
+        return path_text
+    if path_text == "~" or path_text.startswith("~/"):
+        path_text = known_variables.get("HOME", "~") + path_text[1:]
+    return _VARIABLE.sub(
+        lambda variable_match: known_variables.get(
+            variable_match[1] or variable_match[2], variable_match[0]
+        ),
+        path_text,
+    )
 
 
-def _from_folder(text: str, node: Tree) -> tuple[str, str]:
+def _choose_start_folder(path_text: str, node: Tree) -> tuple[str, str]:
     """Return a path as seen from the current folder, and a note if another one might be meant."""
     # A value of the command line has no line.
-    folder = Path(node.place.source).parent if node.place.line else Path()
-    if os.path.isabs(text) or "{" in text or "://" in text or _is_current(folder):
-        return text, ""
-    beside = str(folder / text)
+    folder = Path(node.location.source).parent if node.location.line else Path()
+    if os.path.isabs(path_text) or "{" in path_text or "://" in path_text or _is_current(folder):
+        return path_text, ""
+    path_beside_recipe = str(folder / path_text)
     # The letters of a pattern in the folder's own name mean themselves.
-    if glob.has_magic(text) and not os.path.exists(beside):
-        beside = str(Path(glob.escape(str(folder)), text))
-    here = _is_there(text)
-    if not _is_there(beside):
-        return text, f"{text} is in the current folder, not beside {node.place.source}" * here
-    also = f"; another {text} is in the current folder" if here else ""
-    return beside, f"{beside}, beside {node.place.source}{also}"
+    if glob.has_magic(path_text) and not os.path.exists(path_beside_recipe):
+        path_beside_recipe = str(Path(glob.escape(str(folder)), path_text))
+    is_in_current_folder = _exists_or_matches(path_text)
+    if not _exists_or_matches(path_beside_recipe):
+        return (
+            path_text,
+            f"{path_text} is in the current folder, not beside {node.location.source}"
+            * is_in_current_folder,
+        )
+    other_note = f"; another {path_text} is in the current folder" if is_in_current_folder else ""
+    return path_beside_recipe, f"{path_beside_recipe}, beside {node.location.source}{other_note}"
 
 
 def _is_current(folder: Path) -> bool:
@@ -109,16 +128,19 @@ def _is_current(folder: Path) -> bool:
         return True
 
 
-def _is_local(path: KeyPath, text: str) -> bool:
+def _is_local(key_path: KeyPath, path_text: str) -> bool:
     """Return whether the value of an input path names files or a folder that exist here."""
     # A word is the name of a known template; other texts with a brace are templates themselves.
-    is_template = path[-1] == "chat_template" and (text.isidentifier() or "{" in text)
-    return not is_template and _is_there(text)
+    is_template = key_path[-1] == "chat_template" and (path_text.isidentifier() or "{" in path_text)
+    return not is_template and _exists_or_matches(path_text)
 
 
-def _is_there(path: str) -> bool:
+def _exists_or_matches(path_or_pattern: str) -> bool:
     try:
-        return os.path.exists(path) or next(glob.iglob(path, recursive=True), None) is not None
+        return (
+            os.path.exists(path_or_pattern)
+            or next(glob.iglob(path_or_pattern, recursive=True), None) is not None
+        )
     # The check for missing files reports such a pattern.
     except (OSError, ValueError):
         return False

@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 
-from ortlaunch.recipe.text.place import KeyPath, dotted
+from ortlaunch.recipe.text.place import KeyPath, format_key_path
 
 _PARQUET = 'write {}, and give {{"format": "parquet", "path": "data.parquet"}} as the source'
 # An attribute that objects have -> what to write in place of such an object. The first one counts.
@@ -30,52 +30,60 @@ _IN_A_FILE = (
 )
 
 
-def plain(value: object, path: KeyPath, problems: list[str]) -> object:
-    """Return a value as JSON has it; one without such a form goes to `problems`.
+def json_value(value: object, key_path: KeyPath, problem_texts: list[str]) -> object:
+    """Return a value as JSON has it; one without such a form goes to `problem_texts`.
 
     Args:
         value: a value of a recipe.
-        path: the path of its key.
-        problems: gets a line for each such value, with its key and the form that ranks can read.
+        key_path: the path of its key.
+        problem_texts: gets a line for each such value, with its key and the form that ranks can read.
     """
     value = os.fspath(value) if isinstance(value, os.PathLike) else value
     if value is None or isinstance(value, (str, bool, int, float)):
         return value
     if isinstance(value, Mapping):
-        return {str(key): plain(each, (*path, str(key)), problems) for key, each in value.items()}
-    form = next((form for name, form in _FORMS.items() if hasattr(value, name)), None)
+        return {
+            str(key): json_value(item, (*key_path, str(key)), problem_texts)
+            for key, item in value.items()
+        }
+    advice = next((advice for name, advice in _FORMS.items() if hasattr(value, name)), None)
     # Numbers and arrays of NumPy and torch.
-    if form is None and hasattr(value, "tolist"):
-        return plain(value.tolist(), path, problems)
+    if advice is None and hasattr(value, "tolist"):
+        return json_value(value.tolist(), key_path, problem_texts)
     if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
-        if not _are_rows(value, path):
-            return [plain(each, (*path, at), problems) for at, each in enumerate(value)]
-        form = _ROWS
-    if text := _importable_name(value):
-        return text
+        if not _are_rows(value, key_path):
+            return [
+                json_value(item, (*key_path, item_index), problem_texts)
+                for item_index, item in enumerate(value)
+            ]
+        advice = _ROWS
+    if importable_name := _importable_name(value):
+        return importable_name
     # Of a lambda or a generator it is no name.
     name = (re.fullmatch(r"\w+", str(getattr(value, "__name__", ""))) or [""])[0]
-    if not form and (name or {*path} & {"data", "model", "hook", "metric"}):
-        form = _IN_A_FILE.format(name or "a function that returns it", name or "function")
-    problems.append(
-        f"{dotted(path) or 'the recipe'}: got {name or type(value).__name__} of this process, and "
-        f"ranks are other processes; {form or 'write text, a number, a list or a mapping'}"
+    if not advice and (name or {*key_path} & {"data", "model", "hook", "metric"}):
+        advice = _IN_A_FILE.format(name or "a function that returns it", name or "function")
+    problem_texts.append(
+        f"{format_key_path(key_path) or 'the recipe'}: got {name or type(value).__name__} of this process, and "
+        f"ranks are other processes; {advice or 'write text, a number, a list or a mapping'}"
     )
     return None
 
 
-def _are_rows(values: Sequence[object], path: KeyPath) -> bool:
+def _are_rows(values: Sequence[object], key_path: KeyPath) -> bool:
     """Return whether a list holds rows of data, in place of the sources of a mixture."""
-    is_source = path[:1] == ("data",) and path[-1] in ("train", "evaluation", "factory")
+    is_source = key_path[:1] == ("data",) and key_path[-1] in ("train", "evaluation", "factory")
     return is_source and not all(
-        isinstance(each, str) or (isinstance(each, Mapping) and {"source", "weight"} & {*each})
-        for each in values
+        isinstance(item, str) or (isinstance(item, Mapping) and {"source", "weight"} & {*item})
+        for item in values
     )
 
 
 def _importable_name(value: object) -> str | None:
     """Return `module:name` of a function or class that another process can import; else None."""
-    module, name = (str(getattr(value, each, "")) for each in ("__module__", "__qualname__"))
+    module, name = (
+        str(getattr(value, attribute_name, "")) for attribute_name in ("__module__", "__qualname__")
+    )
     # A script or a notebook is no module: an import would run all of it again.
     is_found = module != "__main__" and getattr(sys.modules.get(module), name, None) is value
     return f"{module}:{name}" if name and is_found else None

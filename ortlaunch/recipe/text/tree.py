@@ -5,92 +5,107 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ortlaunch.recipe.text.place import Key, KeyPath, Place
+from ortlaunch.recipe.text.place import Key, KeyPath, SourceLocation
 
 
 @dataclass(frozen=True)
 class Tree:
     """A value with its place; mappings and lists have `children`, scalars `scalar` and raw text."""
 
-    place: Place
+    location: SourceLocation
     scalar: Any = None
     raw: str | None = None
     quoted: bool = False
     # scalar, mapping or list.
-    kind: str = "scalar"
+    node_type: str = "scalar"
     children: dict[Key, Tree] = field(default_factory=dict)
     # None where no key precedes the value in its file: items of lists, and the whole document.
-    key_place: Place | None = None
+    key_location: SourceLocation | None = None
 
-    def plain(self) -> Any:
+    def plain_value(self) -> Any:
         """Return the value without places."""
-        if self.kind == "mapping":
-            return {key: child.plain() for key, child in self.children.items()}
-        if self.kind == "list":
-            return [child.plain() for child in self.children.values()]
+        if self.node_type == "mapping":
+            return {key: child.plain_value() for key, child in self.children.items()}
+        if self.node_type == "list":
+            return [child.plain_value() for child in self.children.values()]
         return self.scalar
 
-    def find(self, path: KeyPath) -> Tree | None:
-        """Return the subtree at `path`, or None."""
+    def find_subtree(self, key_path: KeyPath) -> Tree | None:
+        """Return the subtree at `key_path`, or None."""
         tree: Tree | None = self
-        for key in path:
+        for key in key_path:
             tree = tree.children.get(key) if tree else None
         return tree
 
-    def where(self, path: KeyPath) -> Place:
-        """Return the place of the key at `path`, or of the nearest section above it that exists."""
+    def nearest_key_location(self, key_path: KeyPath) -> SourceLocation:
+        """Return the place of the key at `key_path`, or of the nearest section above it that exists."""
         tree = self
-        place = self.place
-        for key in path:
+        location = self.location
+        for key in key_path:
             child = tree.children.get(key)
             if child is None:
-                return place
+                return location
             tree = child
-            place = child.key_place or child.place
-        return place
+            location = child.key_location or child.location
+        return location
 
-    def without(self, path: KeyPath) -> Tree:
-        """Return a copy without the key at `path`."""
-        if not path or path[0] not in self.children:
+    def remove_key(self, key_path: KeyPath) -> Tree:
+        """Return a copy without the key at `key_path`."""
+        if not key_path or key_path[0] not in self.children:
             return self
         children = dict(self.children)
-        child = children.pop(path[0])
-        if len(path) > 1:
-            children = {**self.children, path[0]: child.without(path[1:])}
+        child = children.pop(key_path[0])
+        if len(key_path) > 1:
+            children = {**self.children, key_path[0]: child.remove_key(key_path[1:])}
         return replace(self, children=children)
 
-    def put(self, path: KeyPath, value: Tree) -> Tree:
-        """Return a copy with `value` at `path`; missing sections on the path are created."""
-        if not path:
-            return value
+    def set_subtree(self, key_path: KeyPath, subtree: Tree) -> Tree:
+        """Return a copy with `subtree` at `key_path`; missing sections on the path are created."""
+        if not key_path:
+            return subtree
         # An override names an item as `data.train.0.weight`: the index is text there.
-        if self.kind == "list" and path[0] in [str(index) for index in self.children]:
-            path = (int(path[0]), *path[1:])
+        if self.node_type == "list" and key_path[0] in [str(index) for index in self.children]:
+            key_path = (int(key_path[0]), *key_path[1:])
         # A scalar on the path is replaced by a section.
-        tree = self if self.kind == "mapping" or path[0] in self.children else _section(value.place)
-        below = tree.children.get(path[0]) or _section(value.place)
-        return replace(tree, children={**tree.children, path[0]: below.put(path[1:], value)})
+        section = (
+            self
+            if self.node_type == "mapping" or key_path[0] in self.children
+            else _empty_section(subtree.location)
+        )
+        child = section.children.get(key_path[0]) or _empty_section(subtree.location)
+        return replace(
+            section,
+            children={**section.children, key_path[0]: child.set_subtree(key_path[1:], subtree)},
+        )
 
 
-def _section(place: Place) -> Tree:
-    return Tree(place, kind="mapping", key_place=place)
+def _empty_section(location: SourceLocation) -> Tree:
+    return Tree(location, node_type="mapping", key_location=location)
 
 
-def merge(base: Tree, top: Tree) -> Tree:
-    """Merge `top` over `base`: mappings merge key by key, everything else is replaced.
+def merge_trees(base_tree: Tree, top_tree: Tree) -> Tree:
+    """Merge `top_tree` over `base_tree`: mappings merge key by key, everything else is replaced.
 
     A mapping with another `format` replaces the whole base: the base's fields belong to its own
     format.
     """
-    if base.kind != "mapping" or top.kind != "mapping" or _other_format(base, top):
-        return top
-    children = dict(base.children)
-    for key, child in top.children.items():
-        children[key] = merge(children[key], child) if key in children else child
-    return replace(top, children=children)
+    if (
+        base_tree.node_type != "mapping"
+        or top_tree.node_type != "mapping"
+        or _has_other_format(base_tree, top_tree)
+    ):
+        return top_tree
+    children = dict(base_tree.children)
+    for key, child in top_tree.children.items():
+        children[key] = merge_trees(children[key], child) if key in children else child
+    return replace(top_tree, children=children)
 
 
-def _other_format(base: Tree, top: Tree) -> bool:
-    old = base.children.get("format")
-    new = top.children.get("format")
-    return old is not None and new is not None and old.plain() != new.plain()
+def _has_other_format(base_tree: Tree, top_tree: Tree) -> bool:
+    base_format = base_tree.children.get("format")
+    top_format = top_tree.children.get("format")
+    return (
+        base_format is not None
+        and top_format is not None
+        and base_format.plain_value() != top_format.plain_value()
+    )

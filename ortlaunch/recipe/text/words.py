@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 # A tool's value -> the recipe's value, only where likeness does not find it.
-WORDS: dict[str, str] = {
+TRANSLATED_VALUES: dict[str, str] = {
     "gpu": "cuda",
     "nvidia": "cuda",
     "half": "fp16",
@@ -98,33 +98,35 @@ REMEDIES = {
 }
 
 
-def normal(word: str) -> str:
+def normalize_word(word: str) -> str:
     """Return a word in lower case with underscores, as case, dashes and blanks do not matter."""
     return word.lower().replace("-", "_").replace(" ", "_")
 
 
-def likeness(word: str, candidate: str) -> float:
+def word_likeness(word: str, candidate: str) -> float:
     """Return the likeness of two words, from 0 (nothing in common) to 1.
 
     A pair that cannot reach 0.5 by its letters counts as 0.
     """
-    one = normal(word)
-    other = normal(candidate)
+    normal_word = normalize_word(word)
+    normal_candidate = normalize_word(candidate)
     # SequenceMatcher is slow; this upper bound of its ratio rules most pairs out.
-    shared = sum((Counter(one) & Counter(other)).values())
+    shared_letters = sum((Counter(normal_word) & Counter(normal_candidate)).values())
     return (
-        difflib.SequenceMatcher(None, one, other).ratio()
-        if 4 * shared >= len(one) + len(other)
+        difflib.SequenceMatcher(None, normal_word, normal_candidate).ratio()
+        if 4 * shared_letters >= len(normal_word) + len(normal_candidate)
         else 0.0
     )
 
 
-def closest(word: str, candidates: Iterable[str]) -> str | None:
+def closest_name(word: str, candidates: Iterable[str]) -> str | None:
     """Return the candidate that `word` most likely means, by translation or likeness, or None."""
     candidates = tuple(candidates)
-    translated = WORDS.get(normal(word))
-    if translated in candidates:
-        return translated
-    best = max(candidates, key=lambda candidate: likeness(word, candidate), default="")
+    translated_word = TRANSLATED_VALUES.get(normalize_word(word))
+    if translated_word in candidates:
+        return translated_word
+    best_candidate = max(
+        candidates, key=lambda candidate: word_likeness(word, candidate), default=""
+    )
     # A lower value would suggest unrelated words.
-    return best if likeness(word, best) >= 0.6 else None
+    return best_candidate if word_likeness(word, best_candidate) >= 0.6 else None

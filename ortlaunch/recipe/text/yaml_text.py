@@ -12,8 +12,15 @@ from typing import Any
 
 import yaml
 
-from ortlaunch.recipe.text.place import Key, KeyPath, Line, Place, SourceError, dotted
-from ortlaunch.recipe.text.tree import Tree, merge
+from ortlaunch.recipe.text.place import (
+    Key,
+    KeyPath,
+    ProblemLine,
+    SourceError,
+    SourceLocation,
+    format_key_path,
+)
+from ortlaunch.recipe.text.tree import Tree, merge_trees
 
 # In YAML 1.1, and so in PyYAML, a float needs a point, and its exponent a sign: `1e-5` and `1.5e3`
 # are strings there, and floats here.
@@ -31,118 +38,134 @@ _LIBRARY = "tag:yaml.org,2002:"
 _FAST_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 # libyaml's composer recurses in C without a limit, so that deep nesting would crash the process. A
 # text of fewer characters cannot nest that deep; longer ones are read by the slow loader.
-_FAST_UP_TO = 10_000
+_MOST_FAST_CHARACTERS = 10_000
 # Limits far above any recipe. They bound the time that a wrong or hostile file needs.
 MAX_CHARACTERS = 250_000
 _MAX_DEPTH = 50
 _MAX_VALUES = 20_000
 
 
-def parse(text: str, source: str, problems: list[Line], within: KeyPath = ()) -> Tree:
+def parse_yaml(
+    text: str, source_name: str, problems: list[ProblemLine], override_path: KeyPath = ()
+) -> Tree:
     """Parse one YAML document; an empty one gives a scalar without raw text.
 
     Args:
         text: the document.
-        source: the name of the file, for the places.
+        source_name: the name of the file, for the places.
         problems: a line is added to it for every duplicate key.
-        within: if the text is the value of an override, that override's key.
+        override_path: if the text is the value of an override, that override's key.
 
     Raises:
         SourceError: the text is not YAML, or is larger than a recipe can be.
     """
     try:
-        loader, node = _composed(text, source)
+        loader, node = _compose_node(text, source_name)
     except SourceError as error:
-        place, what = error.line
-        raise SourceError(place, f"{dotted(within)}: {what}" if within else what) from None
+        location, message = error.line
+        raise SourceError(
+            location, f"{format_key_path(override_path)}: {message}" if override_path else message
+        ) from None
     return (
-        Tree(Place(source, 1, 1))
+        Tree(SourceLocation(source_name, 1, 1))
         if node is None
-        else _Builder(loader, source, problems, within).build(node)
+        else _TreeBuilder(loader, source_name, problems, override_path).build_tree(node)
     )
 
 
-def _composed(text: str, source: str) -> tuple[Any, yaml.Node | None]:
-    start = Place(source, 1, 1)
+def _compose_node(text: str, source_name: str) -> tuple[Any, yaml.Node | None]:
+    start_location = SourceLocation(source_name, 1, 1)
     if len(text) > MAX_CHARACTERS:
-        raise SourceError(start, f"has {len(text):,} characters, too many for a recipe")
-    if strange := _UNPRINTABLE.search(text):
-        before = text[: strange.start()]
-        place = Place(source, before.count("\n") + 1, strange.start() - before.rfind("\n"))
-        raise SourceError(place, f"is not YAML: it holds the character {strange[0]!r}; remove it")
+        raise SourceError(start_location, f"has {len(text):,} characters, too many for a recipe")
+    if unprintable := _UNPRINTABLE.search(text):
+        text_before = text[: unprintable.start()]
+        location = SourceLocation(
+            source_name, text_before.count("\n") + 1, unprintable.start() - text_before.rfind("\n")
+        )
+        raise SourceError(
+            location, f"is not YAML: it holds the character {unprintable[0]!r}; remove it"
+        )
     try:
-        loader = _loader(text)(text)
+        loader = _loader_class(text)(text)
         return loader, loader.get_single_node()
     except yaml.MarkedYAMLError as error:
-        raise _explained(error, source, text) from None
+        raise _explain_syntax_error(error, source_name, text) from None
     # The slow loader's composer recurses in Python.
     except RecursionError:
-        raise SourceError(start, "is nested too deeply for a recipe") from None
+        raise SourceError(start_location, "is nested too deeply for a recipe") from None
     except yaml.YAMLError as error:
-        raise SourceError(start, f"is not YAML: {str(error).splitlines()[0]}") from None
+        raise SourceError(start_location, f"is not YAML: {str(error).splitlines()[0]}") from None
 
 
-def _explained(error: yaml.MarkedYAMLError, source: str, text: str) -> SourceError:
+def _explain_syntax_error(error: yaml.MarkedYAMLError, source_name: str, text: str) -> SourceError:
     """Return the parser's error at the place to correct, with its usual cause."""
     # A no-break space is easily copied from a web page, and looks like a space.
-    if blank := re.search(r":\xa0", text):
-        place = Place(
-            source,
-            text.count("\n", 0, blank.start()) + 1,
-            blank.start() - text.rfind("\n", 0, blank.start()),
+    if no_break_space := re.search(r":\xa0", text):
+        location = SourceLocation(
+            source_name,
+            text.count("\n", 0, no_break_space.start()) + 1,
+            no_break_space.start() - text.rfind("\n", 0, no_break_space.start()),
         )
         return SourceError(
-            place, "is not YAML: a no-break space follows this colon; write a plain space"
+            location, "is not YAML: a no-break space follows this colon; write a plain space"
         )
-    found = error.problem_mark or error.context_mark
-    opened = error.context_mark
+    problem_mark = error.problem_mark or error.context_mark
+    context_mark = error.context_mark
     lines = text.splitlines()
-    line = lines[found.line] if found and found.line < len(lines) else ""
-    same_line = bool(found and opened and found.line == opened.line)
-    at_opening, what, hint = _diagnosis(
-        error.problem or "syntax error", error.context or "", line, same_line
+    problem_line_text = (
+        lines[problem_mark.line] if problem_mark and problem_mark.line < len(lines) else ""
     )
-    mark = opened if at_opening and opened else found
-    place = Place(source, mark.line + 1, mark.column + 1) if mark else Place(source, 1, 1)
-    return SourceError(place, f"is not YAML: {what}" + (f"; {hint}" if hint else ""))
+    is_same_line = bool(problem_mark and context_mark and problem_mark.line == context_mark.line)
+    is_at_opening, message, hint = _diagnose_syntax_error(
+        error.problem or "syntax error", error.context or "", problem_line_text, is_same_line
+    )
+    mark = context_mark if is_at_opening and context_mark else problem_mark
+    location = (
+        SourceLocation(source_name, mark.line + 1, mark.column + 1)
+        if mark
+        else SourceLocation(source_name, 1, 1)
+    )
+    return SourceError(location, f"is not YAML: {message}" + (f"; {hint}" if hint else ""))
 
 
-def _diagnosis(what: str, context: str, line: str, same_line: bool) -> tuple[bool, str, str]:
+def _diagnose_syntax_error(
+    parser_message: str, context: str, line_text: str, is_same_line: bool
+) -> tuple[bool, str, str]:
     """Return (whether the error is placed at the opening quote or bracket, problem, remedy)."""
-    if "quoted" in context and "unexpected" in what:
+    if "quoted" in context and "unexpected" in parser_message:
         return True, "this quote is never closed", "close it at the end of the value"
     if "quoted" in context:
         return (
             True,
-            what,
+            parser_message,
             "in double quotes a backslash is an escape: use single quotes, or / in a path",
         )
-    if "flow" in context and not same_line:
+    if "flow" in context and not is_same_line:
         bracket = "{" if "mapping" in context else "["
         return True, f"this {bracket} is never closed", "close it, or add the comma that is missing"
     if "flow" in context:
-        return False, what, "a comma, a bracket or quotes are missing"
-    if "\t" in line:
-        return False, what, "this line holds a tab: indent with spaces"
-    if "another document" in what or "<document start>" in what:
+        return False, parser_message, "a comma, a bracket or quotes are missing"
+    if "\t" in line_text:
+        return False, parser_message, "this line holds a tab: indent with spaces"
+    if "another document" in parser_message or "<document start>" in parser_message:
         return (
             False,
             "a second document begins here",
             "a recipe has one document, without `---` between its lines",
         )
-    if "mapping values are not allowed" in what:
-        return False, what, "quote a value that contains ': ', and check the indentation"
-    if "alias" in what + context or "cannot start any token" in what:
+    if "mapping values are not allowed" in parser_message:
+        return False, parser_message, "quote a value that contains ': ', and check the indentation"
+    if "alias" in parser_message + context or "cannot start any token" in parser_message:
         return (
             "alias" in context,
-            what,
+            parser_message,
             "quote a value that begins with `*`, `@`, `%` or a backquote",
         )
-    if "':'" in what:
-        return False, what, "write `key: value`, with a space after the colon"
-    if "block" in what + context:
-        return False, what, "the keys of one section begin in the same column"
-    return False, what, ""
+    if "':'" in parser_message:
+        return False, parser_message, "write `key: value`, with a space after the colon"
+    if "block" in parser_message + context:
+        return False, parser_message, "the keys of one section begin in the same column"
+    return False, parser_message, ""
 
 
 class _Dumper(yaml.SafeDumper):
@@ -157,20 +180,20 @@ def load_dumped(text: str) -> Any:
 
     Raises: yaml.YAMLError: the text is not YAML.
     """
-    return yaml.load(text, _loader(text))
+    return yaml.load(text, _loader_class(text))
 
 
-def _loader(text: str) -> Any:
-    return _FAST_LOADER if len(text) < _FAST_UP_TO else yaml.SafeLoader
+def _loader_class(text: str) -> Any:
+    return _FAST_LOADER if len(text) < _MOST_FAST_CHARACTERS else yaml.SafeLoader
 
 
-def dump(value: Any) -> str:
+def dump_yaml(value: Any) -> str:
     """Return plain values as YAML text that `parse` reads back, with keys in their order."""
     text: str = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
     return text
 
 
-def in_line(value: Any) -> str:
+def dump_on_one_line(value: Any) -> str:
     """Return a value on one line, in the form of a recipe or the command line."""
     text: str = yaml.dump(
         value,
@@ -184,91 +207,116 @@ def in_line(value: Any) -> str:
     return text.removesuffix("...\n").rstrip()
 
 
-class _Builder:
+class _TreeBuilder:
     """Builder of a Tree from YAML nodes, without YAML 1.1's surprising values."""
 
-    def __init__(self, loader: Any, source: str, problems: list[Line], within: KeyPath) -> None:
+    def __init__(
+        self, loader: Any, source: str, problems: list[ProblemLine], override_path: KeyPath
+    ) -> None:
         self.loader = loader
         self.source = source
         self.problems = problems
-        self.open: list[yaml.Node] = []
-        self.path = within
-        self.values = 0
+        self.open_nodes: list[yaml.Node] = []
+        self.key_path = override_path
+        self.value_count = 0
 
-    def place(self, node: yaml.Node) -> Place:
-        return Place(self.source, node.start_mark.line + 1, node.start_mark.column + 1)
+    def node_location(self, node: yaml.Node) -> SourceLocation:
+        return SourceLocation(self.source, node.start_mark.line + 1, node.start_mark.column + 1)
 
-    def build(self, node: yaml.Node) -> Tree:
-        self.values += 1
-        if any(node is parent for parent in self.open):
-            raise self.refused(node, "this anchor contains itself")
+    def build_tree(self, node: yaml.Node) -> Tree:
+        self.value_count += 1
+        if any(node is parent for parent in self.open_nodes):
+            raise self.error_at_node(node, "this anchor contains itself")
         # A few aliases of aliases can expand to billions of values.
-        if len(self.open) > _MAX_DEPTH or self.values > _MAX_VALUES:
-            raise self.refused(node, "is nested too deeply, or expands too much, for a recipe")
+        if len(self.open_nodes) > _MAX_DEPTH or self.value_count > _MAX_VALUES:
+            raise self.error_at_node(
+                node, "is nested too deeply, or expands too much, for a recipe"
+            )
         if isinstance(node, yaml.ScalarNode):
-            return Tree(self.place(node), self.scalar(node), node.value, quoted=bool(node.style))
+            return Tree(
+                self.node_location(node),
+                self.scalar_value(node),
+                node.value,
+                quoted=bool(node.style),
+            )
         if node.tag not in (_LIBRARY + "map", _LIBRARY + "seq"):
-            raise self.no_tag(node)
-        self.open.append(node)
+            raise self.unknown_tag_error(node)
+        self.open_nodes.append(node)
         try:
-            return self.mapping(node) if isinstance(node, yaml.MappingNode) else self.sequence(node)
+            return (
+                self.build_mapping(node)
+                if isinstance(node, yaml.MappingNode)
+                else self.build_list(node)
+            )
         finally:
-            self.open.pop()
+            self.open_nodes.pop()
 
-    def refused(self, node: yaml.Node, text: str) -> SourceError:
-        return SourceError(self.place(node), f"{dotted(self.path)}: {text}" if self.path else text)
+    def error_at_node(self, node: yaml.Node, message: str) -> SourceError:
+        return SourceError(
+            self.node_location(node),
+            f"{format_key_path(self.key_path)}: {message}" if self.key_path else message,
+        )
 
-    def no_tag(self, node: yaml.Node) -> SourceError:
-        return self.refused(
+    def unknown_tag_error(self, node: yaml.Node) -> SourceError:
+        return self.error_at_node(
             node,
             f"the tag {node.tag.replace(_LIBRARY, '!!')} has no meaning in a recipe; remove it",
         )
 
-    def sequence(self, node: yaml.Node) -> Tree:
-        children: dict[Key, Tree] = {i: self.build(child) for i, child in enumerate(node.value)}
-        return Tree(self.place(node), kind="list", children=children)
+    def build_list(self, node: yaml.Node) -> Tree:
+        children: dict[Key, Tree] = {
+            i: self.build_tree(child) for i, child in enumerate(node.value)
+        }
+        return Tree(self.node_location(node), node_type="list", children=children)
 
-    def mapping(self, node: yaml.Node) -> Tree:
-        own: dict[Key, Tree] = {}
-        merged = Tree(self.place(node), kind="mapping")
+    def build_mapping(self, node: yaml.Node) -> Tree:
+        children: dict[Key, Tree] = {}
+        merged_bases = Tree(self.node_location(node), node_type="mapping")
         for key_node, value_node in node.value:
-            key = self.key(key_node)
-            above = self.path
-            self.path = (*self.path, key)
-            value = self.build(value_node)
+            key = self.key_text(key_node)
+            outer_path = self.key_path
+            self.key_path = (*self.key_path, key)
+            value = self.build_tree(value_node)
             if key_node.tag == _LIBRARY + "merge":
-                merged = self.merged(merged, value, value_node)
+                merged_bases = self.merge_bases(merged_bases, value, value_node)
             else:
-                own[key] = self.once(own.get(key), value, self.place(key_node))
-            self.path = above
-        return merge(merged, replace(merged, children=own))
+                children[key] = self.report_repeated_key(
+                    children.get(key), value, self.node_location(key_node)
+                )
+            self.key_path = outer_path
+        return merge_trees(merged_bases, replace(merged_bases, children=children))
 
-    def merged(self, so_far: Tree, value: Tree, node: yaml.Node) -> Tree:
+    def merge_bases(self, merged_bases: Tree, value: Tree, node: yaml.Node) -> Tree:
         """Merge `<<: *base`, or a list of bases; of a list the first base has precedence."""
         # In reverse order, because a later merge overrides an earlier one.
-        bases = [value] if value.kind != "list" else list(value.children.values())[::-1]
+        bases = [value] if value.node_type != "list" else list(value.children.values())[::-1]
         for base in bases:
-            if base.kind != "mapping":
-                raise self.refused(node, "takes a mapping, as `<<: *anchor`")
-            so_far = merge(so_far, base)
-        return so_far
+            if base.node_type != "mapping":
+                raise self.error_at_node(node, "takes a mapping, as `<<: *anchor`")
+            merged_bases = merge_trees(merged_bases, base)
+        return merged_bases
 
-    def once(self, first: Tree | None, value: Tree, place: Place) -> Tree:
-        """Return the value with the place of its key; add a problem if `first` has the same key."""
-        if first is not None and first.key_place:
-            text = (
-                f"{dotted(self.path)}: this key is already given in line {first.key_place.line}; "
+    def report_repeated_key(
+        self, earlier_value: Tree | None, value: Tree, key_location: SourceLocation
+    ) -> Tree:
+        """Return the value with the place of its key; add a problem if `earlier_value` has the same key."""
+        if earlier_value is not None and earlier_value.key_location:
+            message = (
+                f"{format_key_path(self.key_path)}: this key is already given in line "
+                f"{earlier_value.key_location.line}; "
                 "keep one of them"
             )
-            self.problems.append(Line(place, text))
-        return replace(value, key_place=place)
+            self.problems.append(ProblemLine(key_location, message))
+        return replace(value, key_location=key_location)
 
-    def key(self, node: yaml.Node) -> str:
+    def key_text(self, node: yaml.Node) -> str:
         if not isinstance(node, yaml.ScalarNode):
-            raise self.refused(node, "a key must be text; quote it if it begins with `[` or `{`")
+            raise self.error_at_node(
+                node, "a key must be text; quote it if it begins with `[` or `{`"
+            )
         return str(node.value)
 
-    def scalar(self, node: yaml.ScalarNode) -> Any:
+    def scalar_value(self, node: yaml.ScalarNode) -> Any:
         text = node.value
         tag = node.tag.replace(_LIBRARY, "")
         # A plain scalar; a quoted one is always text.
@@ -276,26 +324,28 @@ class _Builder:
             if _SURPRISING.fullmatch(text):
                 return text
             if _FLOAT.fullmatch(text):
-                return self.finite(node, float(text.replace("_", "")))
+                return self.refuse_non_finite(node, float(text.replace("_", "")))
         if tag in _WORD_TAGS:
             return text
         if tag not in _SCALAR_TAGS:
-            raise self.no_tag(node)
+            raise self.unknown_tag_error(node)
         try:
             value = self.loader.construct_object(node, deep=True)
             # It fails for half a surrogate pair, and for an integer of thousands of digits.
             f"{value}".encode()
         except (yaml.YAMLError, ValueError, LookupError, AttributeError):
-            raise self.refused(node, f"cannot read {text[:80]!r}; quote it if it is text") from None
+            raise self.error_at_node(
+                node, f"cannot read {text[:80]!r}; quote it if it is text"
+            ) from None
         if isinstance(value, str) and "\0" in value:
-            raise self.refused(
+            raise self.error_at_node(
                 node,
                 "holds a null character, which file names and environment variables cannot "
                 "contain; remove it",
             )
-        return self.finite(node, value)
+        return self.refuse_non_finite(node, value)
 
-    def finite(self, node: yaml.Node, value: Any) -> Any:
+    def refuse_non_finite(self, node: yaml.Node, value: Any) -> Any:
         if isinstance(value, float) and not math.isfinite(value):
-            raise self.refused(node, f"got {node.value}; a number must be finite")
+            raise self.error_at_node(node, f"got {node.value}; a number must be finite")
         return value

@@ -135,8 +135,8 @@ def report_and_check_changes(
         unknown = {f"{part}.{name}" for part, values in identity.items() for name in values}
         changes = [change for change in changes if change.field in unknown]
     allow = requested.allow
-    group.print_once(*(f"  changed: {change.line(allow)}" for change in changes))
-    if refused := [change.line(allow) for change in changes if change.is_refused(allow)]:
+    group.print_once(*(f"  changed: {change.summary_line(allow)}" for change in changes))
+    if refused := [change.summary_line(allow) for change in changes if change.is_refused(allow)]:
         raise InputError(
             f"{start_checkpoint.folder} belongs to a different training: {'; '.join(refused)}"
         )

@@ -156,7 +156,9 @@ def _prompt_and_response(row: Row, source: Corpus) -> list[Json]:
     if source.prompt:
         prompt_format = PROMPTS[source.prompt] if isinstance(source.prompt, str) else source.prompt
         system = _optional_text(row, source.system_column)
-        prompt = prompt_format.text({"instruction": prompt, "input": input_text, "system": system})
+        prompt = prompt_format.fill_template(
+            {"instruction": prompt, "input": input_text, "system": system}
+        )
     elif input_text:
         prompt = f"{prompt}\n{input_text}"
     return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]

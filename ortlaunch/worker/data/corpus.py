@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ortlaunch.recipe.fields.data import Corpus, is_chat
-from ortlaunch.recipe.fields.section import chosen
-from ortlaunch.recipe.inputs import matching_files, require_no_pointers
+from ortlaunch.recipe.fields.section import non_default_fields
+from ortlaunch.recipe.inputs import matching_files, refuse_lfs_pointers
 from ortlaunch.worker.data.media.folders import folder_files, folder_rows
 from ortlaunch.worker.data.reading import (
     BLOCK,
@@ -228,7 +228,9 @@ def column_settings(source: Corpus) -> str:
     optional_settings = ("files", "input_column", "system_column", "role_key", "content_key", "roles", "most_rows",
               "prompt", "train_on", "train_on_end", "train_key")  # fmt: skip
     changed_settings = [
-        f" {key}: {getattr(source, key)}" for key in optional_settings if key in chosen(source)
+        f" {key}: {getattr(source, key)}"
+        for key in optional_settings
+        if key in non_default_fields(source)
     ]
     if is_chat(source):
         chat = f"{source.messages_column} {source.prompt_column} {source.response_column}"
@@ -250,7 +252,7 @@ def _hub_commit_or_state(source: Corpus) -> str:
     # `datasets` knows local files by their dates alone.
     paths_inside = glob.glob(f"{glob.escape(str(source.name))}/**", recursive=True)
     files = [path for path in sorted(paths_inside) if os.path.isfile(path)]
-    require_no_pointers(files)
+    refuse_lfs_pointers(files)
     local = _file_states(files)
     try:
         commit: str = datasets.load_dataset_builder(

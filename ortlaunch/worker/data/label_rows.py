@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ortlaunch.recipe.fields.data import Corpus
-from ortlaunch.recipe.rules.model_rules import MOST_CLASSES
+from ortlaunch.recipe.rules.model_rules import MAX_CLASSES
 from ortlaunch.worker.data.corpus import corpus_name, read_rows, required_value
 from ortlaunch.worker.data.reading import DataError, Row
 
@@ -83,10 +83,10 @@ def require_class(label: int, row_location: str) -> None:
     """
     # The model's head has as many rows as the largest label requires: a column of ids or hashes
     # would make it huge.
-    if label >= MOST_CLASSES:
+    if label >= MAX_CLASSES:
         raise DataError(
             f"{row_location}: label {label} is too large: classes are integers from 0 to "
-            f"{MOST_CLASSES - 1:,}, and the largest label sets the number of classes; use names "
+            f"{MAX_CLASSES - 1:,}, and the largest label sets the number of classes; use names "
             "or consecutive numbers as labels (is this a column of ids?)"
         )
 

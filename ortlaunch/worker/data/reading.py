@@ -22,7 +22,7 @@ from ortlaunch.cause import Cause
 from ortlaunch.errors import InputError, first_message_line
 from ortlaunch.json_types import Json, parse_json
 from ortlaunch.recipe.first_rows import OPENERS, SEPARATORS
-from ortlaunch.recipe.inputs import require_no_pointers
+from ortlaunch.recipe.inputs import refuse_lfs_pointers
 
 _BY_DATASETS = (".zst", ".lz4", ".zip")
 _LOADER = {"text": "text", "jsonl": "json"}
@@ -93,7 +93,7 @@ def read_file(path: str, file_format: str, document_unit: str = "paragraph") -> 
     try:
         if file_size(path) == 0:
             raise NoRows(f"{path}: is empty; leave it out")
-        require_no_pointers([path])
+        refuse_lfs_pointers([path])
         reader_name = document_unit if file_format == "text" else file_format
         rows = (
             _rows_by_datasets(path, file_format, document_unit)

@@ -17,7 +17,7 @@ from ortlaunch.cache import add_cache_note, make_cache_folder, rebuild_if_change
 from ortlaunch.errors import InputError
 from ortlaunch.recipe.fields.data import Data, TokenizerTraining, is_chat
 from ortlaunch.recipe.fields.prompts import CHAT_TEMPLATES
-from ortlaunch.recipe.inputs import files_read, require_no_pointers
+from ortlaunch.recipe.inputs import pretrained_files, refuse_lfs_pointers
 from ortlaunch.worker.data.chat_rows import chat_texts
 from ortlaunch.worker.data.corpus import corpus_fingerprint, read_documents
 from ortlaunch.worker.data.streams.hub import hub_reason
@@ -87,7 +87,7 @@ def _template_text(template_or_path: str) -> str:
     # Every template has braces; a file name with braces is not supported.
     if "{" in template_or_path:
         return template_or_path
-    require_no_pointers([template_or_path])
+    refuse_lfs_pointers([template_or_path])
     try:
         return Path(template_or_path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -121,7 +121,7 @@ def _load_or_train(data: Data, kept_folder: Path | None) -> Any:
         return PreTrainedTokenizerFast.from_pretrained(
             kept_folder or _train_if_not_cached(data, data.tokenizer)
         )
-    require_no_pointers(files_read("data.tokenizer", str(kept_folder or data.tokenizer)))
+    refuse_lfs_pointers(pretrained_files("data.tokenizer", str(kept_folder or data.tokenizer)))
     try:
         return AutoTokenizer.from_pretrained(kept_folder or pinned_folder(str(data.tokenizer)))
     except (OSError, ValueError) as error:

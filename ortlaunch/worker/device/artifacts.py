@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ortlaunch.errors import EngineError, InputError
-from ortlaunch.recipe import Recipe, to_yaml
+from ortlaunch.recipe import Recipe, dump_recipe_yaml
 from ortlaunch.recipe.fields.engine import Engine
 from ortlaunch.recipe.fields.recipe import Batch as BatchSizes
 from ortlaunch.run_folder.device_folder import DeviceFolder
@@ -92,7 +92,7 @@ def write_device_artifacts(
         )
     record = _artifacts_record(recipe, forward, largest_found)
     write_json_atomically(device_folder.description, as_json(record))
-    write_text_atomically(device_folder.recipe, to_yaml(recipe))
+    write_text_atomically(device_folder.recipe, dump_recipe_yaml(recipe))
     _save_surroundings(loss_module, folder, data.tokenizer)
     # A recipe with factories needs the user's own modules where the artifacts are used.
     for module in user_modules() if dict(recipe_factories(recipe)) else ():

@@ -10,7 +10,7 @@ from torch import nn
 from ortlaunch.errors import InputError
 from ortlaunch.rank import Rank
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.fields.held_out import no_evaluation
+from ortlaunch.recipe.fields.held_out import missing_evaluation_message
 from ortlaunch.run_folder.device_folder import DeviceFolder
 from ortlaunch.run_folder.folder import write_json_atomically
 from ortlaunch.run_folder.records import Evaluation
@@ -42,7 +42,7 @@ def evaluate_checkpoint(
         InputError: the recipe has no evaluation data.
     """
     if data.evaluation is None:
-        raise InputError(no_evaluation(device_folder.recipe, recipe.data))
+        raise InputError(missing_evaluation_message(device_folder.recipe, recipe.data))
     device = Device(device_folder, checkpoint)
     group = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
     loss_module = LossModule(_OnDevice(device))

@@ -19,7 +19,7 @@ from ortlaunch.launch_plan import Plan
 from ortlaunch.machine import threads_per_rank
 from ortlaunch.ortmodule.build import extensions
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.fields.ort_variables import in_recipes_words
+from ortlaunch.recipe.fields.ort_variables import use_recipe_field_names
 from ortlaunch.recipe.rules.best_rules import evaluates_with_scores
 from ortlaunch.run_folder.engine_report import (
     ChunkedLoss,
@@ -210,7 +210,7 @@ def build_engine(
     fused_norm = _install_fused_norm(recipe, engine_name, stepper, group)
     record = EngineReport(
         engine=EngineChoice(
-            recipe.engine.name, engine_name, in_recipes_words(brief_reason(fallback)) or None
+            recipe.engine.name, engine_name, use_recipe_field_names(brief_reason(fallback)) or None
         ),
         device=group.device.type,
         precision=recipe.precision,

@@ -11,7 +11,7 @@ from torch import nn
 from ortlaunch.errors import EngineError, MissingDependency
 from ortlaunch.ortmodule.build import cuda_libraries
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.fields.ort_variables import in_recipes_words
+from ortlaunch.recipe.fields.ort_variables import use_recipe_field_names
 from ortlaunch.run_folder.engine_report import (
     ExportCopy,
     GraphReport,
@@ -74,7 +74,7 @@ def build_ort_module(
     except MissingDependency:
         raise
     except EngineError as error:
-        raise EngineError(in_recipes_words(str(error))) from error
+        raise EngineError(use_recipe_field_names(str(error))) from error
     # ONNX Runtime and the exporter raise many types of exceptions: all of them are reasons.
     except Exception as error:
         reason = error_description(error)
@@ -84,7 +84,7 @@ def build_ort_module(
         _run_probe_pass(recipe, model, model, group, sample_batch)
     if reason and not recipe.engine.allow_fallback:
         raise EngineError(
-            f"ONNX Runtime cannot run this model: {in_recipes_words(brief_reason(reason))}\n{_ADVICE}"
+            f"ONNX Runtime cannot run this model: {use_recipe_field_names(brief_reason(reason))}\n{_ADVICE}"
         )
     # The pass of `_probe` does not count as the run's.
     witness.reset_counters()
@@ -152,7 +152,7 @@ def onnxruntime_report(recipe: Recipe, witness: Witness) -> OnnxRuntime:
         "postprocess": postprocess_record and Postprocess(**postprocess_record),
         "deepcopy_before_export": copy_record and ExportCopy(**copy_record),
         "torch_calls": {name: TorchCalls(**calls) for name, calls in record["torch_calls"].items()},
-        "notes": [in_recipes_words(note) for note in record["notes"]],
+        "notes": [use_recipe_field_names(note) for note in record["notes"]],
     }
     graphs = {
         name: record[name] and GraphReport(**record[name])
@@ -170,4 +170,4 @@ def ort_notes() -> tuple[str, ...]:
         f"ONNX Runtime's {name} is not repaired: {reason}"
         for name, reason in registry.unapplied_repair_reasons().items()
     )
-    return (*unapplied_repairs, *map(in_recipes_words, tally.notes))
+    return (*unapplied_repairs, *map(use_recipe_field_names, tally.notes))

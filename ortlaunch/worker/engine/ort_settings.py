@@ -14,7 +14,11 @@ from ortlaunch.json_types import Json
 from ortlaunch.ortmodule import Settings
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.engine import Engine
-from ortlaunch.recipe.fields.ort_variables import contradictions, in_recipes_words, variables_in
+from ortlaunch.recipe.fields.ort_variables import (
+    use_recipe_field_names,
+    variable_contradictions,
+    variables_in,
+)
 
 # Settings with the same name and value in the recipe. The recipe's `postprocess` is the name of a
 # function, which `wrap_in_ort` imports later.
@@ -52,7 +56,7 @@ def prepare_ortmodule(engine: Engine, environ: Mapping[str, str] = os.environ) -
 
     contradictory_variables = [
         f"{name}={environ[name]} on this host {reason}"
-        for name, reason in contradictions(engine, environ)
+        for name, reason in variable_contradictions(engine, environ)
     ]
     if contradictory_variables:
         raise EngineError("\n".join(contradictory_variables))
@@ -60,7 +64,7 @@ def prepare_ortmodule(engine: Engine, environ: Mapping[str, str] = os.environ) -
     try:
         options.import_with_settings(ortmodule_settings(engine))
     except EngineError as error:
-        raise EngineError(in_recipes_words(str(error))) from None
+        raise EngineError(use_recipe_field_names(str(error))) from None
 
 
 def ort_settings_record(recipe: Recipe) -> Json:

@@ -37,7 +37,7 @@ from ortlaunch import machine
 from ortlaunch.cache import make_cache_folder
 from ortlaunch.launch_plan import Plan
 from ortlaunch.planning import prediction
-from ortlaunch.planning.prediction import Counted, Rates
+from ortlaunch.planning.prediction import Rates, StepWork
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.folder import write_json_atomically
 from ortlaunch.worker.data import IGNORED
@@ -179,11 +179,11 @@ def write_prediction(recipe: Recipe, plan: Plan, model: LossModule, batch: dict[
     others = machine.busy_processes()
     rates = measure_operator_rates(device, narrow_dtype_of(recipe.precision) or torch.float32)
     content = {
-        "engines": prediction.predict(recipe, device.type, step_work, rates, model_type),
+        "engines": prediction.predict_by_engine(recipe, device.type, step_work, rates, model_type),
         "others": others,
-        "contradictions": prediction.contradictions(rates),
+        "contradictions": prediction.contradictory_operators(rates),
     }
-    write_json_atomically(prediction.path(recipe, plan), content)
+    write_json_atomically(prediction.prediction_path(recipe, plan), content)
 
 
 def count_step_work(
@@ -193,7 +193,7 @@ def count_step_work(
     device: torch.device,
     accumulation_steps: int,
     with_values: bool = False,
-) -> Counted:
+) -> StepWork:
     """Return the work and the peak of tensors of a step of plain PyTorch.
 
     Args:
@@ -248,7 +248,7 @@ def count_step_work(
     units.update(update.units)
     trained = [item for item in model.parameters() if item.requires_grad]
     state_bytes = sum(item.nbytes for item in (*model.parameters(), *trained, *state_tensors))
-    return Counted(
+    return StepWork(
         [(operator_kind, size, value) for (operator_kind, size), value in units.items()],
         state_bytes,
         int(peak),
@@ -285,7 +285,7 @@ def measure_operator_rates(device: torch.device, dtype: torch.dtype) -> Rates:
     units: dict[str, dict[float, float]] = {}
     rates: Rates = {}
     for round_index in range(_MOST_ROUNDS):
-        if round_index >= _ROUNDS and not prediction.contradictions(rates):
+        if round_index >= _ROUNDS and not prediction.contradictory_operators(rates):
             break
         for operator_kind, call in _calls_by_kind(device, dtype):
             with _OperatorCounter() as work:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ortlaunch.errors import InputError, first_message_line
-from ortlaunch.recipe.inputs import files_read, require_no_pointers
+from ortlaunch.recipe.inputs import pretrained_files, refuse_lfs_pointers
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.tasks import GenerationRequest
 
@@ -36,7 +36,7 @@ def _load_model(model_location: str, step: int | None) -> tuple[Any, PreTrainedT
     logging.disable_progress_bar()
     if step is None:
         for key in ("model.pretrained", "data.tokenizer"):
-            require_no_pointers(files_read(key, model_location))
+            refuse_lfs_pointers(pretrained_files(key, model_location))
         try:
             return AutoModelForCausalLM.from_pretrained(
                 model_location

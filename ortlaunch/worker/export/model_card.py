@@ -15,8 +15,8 @@ from ortlaunch.evaluation_metrics import METRICS
 from ortlaunch.json_types import Json
 from ortlaunch.recipe import Recipe, read_resolved
 from ortlaunch.recipe.fields.data import Corpus, HeldOut
-from ortlaunch.recipe.text.place import without_secrets
-from ortlaunch.recipe.text.yaml_text import dump
+from ortlaunch.recipe.text.place import hide_secrets
+from ortlaunch.recipe.text.yaml_text import dump_yaml
 from ortlaunch.run_folder.folder import RunDir, read_own_json
 from ortlaunch.run_folder.lines import read_json_lines
 from ortlaunch.units import count_with_noun
@@ -150,7 +150,7 @@ def _card_sections(
     if engine:
         yield "## Engine\n\n" + "\n".join(_engine_lines(engine))
     yield "## Recipe\n\n" + _fence_markdown(
-        dump(without_secrets(recipe.model_dump(mode="json", exclude_defaults=True))), "yaml"
+        dump_yaml(hide_secrets(recipe.model_dump(mode="json", exclude_defaults=True))), "yaml"
     )
 
 

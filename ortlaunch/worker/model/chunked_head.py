@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ortlaunch.planning.loss_chunks import chunk_rows
+from ortlaunch.planning.loss_chunks import rows_per_loss_chunk
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.engine_report import ChunkedLoss
 from ortlaunch.worker.model.chunked_loss import IGNORED, chunked_loss
@@ -113,7 +113,7 @@ def chunk_head(
     head = loss_module.model.get_output_embeddings()
     labels = sample_batch["labels"].numel()
     vocabulary = len(head.weight)
-    rows = chunk_rows(requested, labels, vocabulary, device_type)
+    rows = rows_per_loss_chunk(requested, labels, vocabulary, device_type)
     if not rows:
         return ChunkedLoss(requested, None, f"logits of {labels:,} x {vocabulary:,} are small")
     name = next(name for name, layer in loss_module.model.named_modules() if layer is head)

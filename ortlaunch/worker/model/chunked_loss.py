@@ -38,7 +38,7 @@ def chunked_loss(
         weight: (vocabulary, width).
         bias: (vocabulary,), or None.
         labels: (rows,).
-        chunk_rows: the number of rows in a chunk.
+        rows_per_loss_chunk: the number of rows in a chunk.
         needs_gradients: compute gradients.
     """
     device_type = hidden.device.type

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from ortlaunch import machine
 from ortlaunch.errors import EngineError
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.rules.engine_rules import ort_multiplies
+from ortlaunch.recipe.rules.engine_rules import setting_against_torch_matmul
 from ortlaunch.run_folder.engine_report import MatmulPrecision
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def _is_onednn_faster(recipe: Recipe, model: nn.Module, device: torch.device) ->
     exact = not recipe.format.is_narrow and recipe.engine.matmul_precision == "highest"
     if not exact or device.type != "cpu" or not machine.is_onednn_faster():
         return False
-    if recipe.engine.name == "ort" and ort_multiplies(recipe):
+    if recipe.engine.name == "ort" and setting_against_torch_matmul(recipe):
         return False
     return any(p.ndim == 2 and min(p.shape) >= _LEAST_WIDTH for p in model.parameters())
 

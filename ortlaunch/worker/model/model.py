@@ -21,8 +21,8 @@ from ortlaunch.launch_plan import Plan
 from ortlaunch.model_tasks import MODEL_TASKS
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.model import Lora
-from ortlaunch.recipe.inputs import files_read, padded_vocabulary, require_no_pointers
-from ortlaunch.recipe.text.words import closest
+from ortlaunch.recipe.inputs import pretrained_files, refuse_lfs_pointers, rounded_vocabulary_size
+from ortlaunch.recipe.text.words import closest_name
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker.data import LoadedData, call_user_function
 from ortlaunch.worker.data.own import load_user_function, seed_generators
@@ -374,7 +374,7 @@ def build_model_config(recipe: Recipe, data: LoadedData) -> Any:
     fields = dict(recipe.model.config or {})
     source = recipe.model.pretrained
     model_type = fields.pop("model_type", None)
-    require_no_pointers(files_read("model.pretrained", str(source)))
+    refuse_lfs_pointers(pretrained_files("model.pretrained", str(source)))
     try:
         config = (
             AutoConfig.for_model(model_type)
@@ -433,7 +433,7 @@ def _refuse_unknown_fields(fields: Json, config: PreTrainedConfig) -> None:
     }
     for name in fields:
         if name not in known_names and not hasattr(config, name):
-            guess = closest(name, known_names)
+            guess = closest_name(name, known_names)
             raise InputError(
                 f"model.config.{name}: unknown key" + (f"; did you mean {guess}?" if guess else "")
             )
@@ -456,7 +456,7 @@ def _config_fields_from_data(recipe: Recipe, data: LoadedData, config: PreTraine
         elif is_new_model and (getattr(config, name, None) or 0) >= len(data.tokenizer):
             config_fields[name] = None
     if data.tokenizer is not None and is_new_model:
-        config_fields["vocab_size"] = padded_vocabulary(len(data.tokenizer))
+        config_fields["vocab_size"] = rounded_vocabulary_size(len(data.tokenizer))
     if data.class_names:
         config_fields["id2label"] = dict(enumerate(data.class_names))
         config_fields["label2id"] = {
@@ -479,7 +479,7 @@ def refuse_data_beyond_model(recipe: Recipe, data: LoadedData, config: PreTraine
         remedy = (
             ""
             if recipe.model.pretrained is None
-            else f"; {padded_vocabulary(len(data.tokenizer))} adds new ones"
+            else f"; {rounded_vocabulary_size(len(data.tokenizer))} adds new ones"
         )
         problem = f"got {vocabulary_size}, and the tokenizer has {len(data.tokenizer)} words"
         raise InputError(f"model.config.vocab_size: {problem}{remedy}")

@@ -13,7 +13,7 @@ from torch.nn import functional
 from ortlaunch.errors import InputError, MissingDependency, first_message_line
 from ortlaunch.json_types import Json
 from ortlaunch.model_tasks import MODEL_TASKS
-from ortlaunch.recipe.inputs import require_no_pointers
+from ortlaunch.recipe.inputs import refuse_lfs_pointers
 from ortlaunch.worker.data import IGNORED
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def _load_session(path: Path) -> Any:
         raise MissingDependency(
             'model.onnx needs onnxruntime: pip install "ortlaunch[ort-cpu]"'
         ) from None
-    require_no_pointers([str(path)])
+    refuse_lfs_pointers([str(path)])
     try:
         return onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     # onnxruntime has a class of its own for each type of error.

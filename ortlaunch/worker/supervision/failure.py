@@ -90,10 +90,10 @@ class RankEndRecorder:
         # An error of ortmodule/ in a later export names fields of its Settings, not of the recipe.
         if "Settings." in text:
             # Imported late, because it needs pydantic, which is loaded by then.
-            from ortlaunch.recipe.fields.ort_variables import in_recipes_words
+            from ortlaunch.recipe.fields.ort_variables import use_recipe_field_names
 
-            text = in_recipes_words(text)
-            message = in_recipes_words(message)
+            text = use_recipe_field_names(text)
+            message = use_recipe_field_names(message)
         status = _exception_exit_status(error)
         is_secondary = isinstance(error, Exception) and is_lost_peer_message(text)
         error_type = type(error).__name__

@@ -19,7 +19,7 @@ import torch
 
 from ortlaunch.errors import BadStepError, CheckpointError, LossSpikeError
 from ortlaunch.recipe.fields.train import Spike
-from ortlaunch.recipe.rules.bad_step_rules import actions
+from ortlaunch.recipe.rules.bad_step_rules import bad_step_actions
 from ortlaunch.run_folder.folder import json_text, write_text_atomically
 from ortlaunch.run_folder.lines import append_json_line
 from ortlaunch.run_folder.records import BadStep
@@ -95,7 +95,7 @@ class BadSteps:
         self._saving = saving
         session = self.session
         if (
-            "rollback" in actions(self.train)
+            "rollback" in bad_step_actions(self.train)
             and checkpoint.agreed_newest_checkpoint(session.run, session.group) is None
         ):
             with session.progress.show_during("saving a checkpoint"):
@@ -104,7 +104,7 @@ class BadSteps:
     def copy_buffers_before_step(self) -> None:
         """Copy the buffers before a step: a bad batch changes them even if it is skipped."""
         # Such as the running statistics of batch normalization, which a forward pass updates.
-        if "skip" in actions(self.train):
+        if "skip" in bad_step_actions(self.train):
             self._buffers = [
                 (buffer, buffer.detach().clone()) for buffer in self.session.model.buffers()
             ]

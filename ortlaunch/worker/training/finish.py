@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from ortlaunch.errors import CheckpointError, LastSaveError, NonFiniteError
 from ortlaunch.evaluation_metrics import METRICS
-from ortlaunch.planning.prediction import cached, record_step
+from ortlaunch.planning.prediction import read_cached_prediction, record_measured_step
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.folder import RunDir, write_json_atomically
 from ortlaunch.run_folder.records import (
@@ -189,16 +189,16 @@ def _record_step_duration(session: Session) -> dict[str, Any]:
     """
     seconds = session.progress.step_seconds()
     steps: dict[str, Any] = {"step_seconds": seconds}
-    cached_prediction = cached(session.recipe, session.plan)
+    cached_prediction = read_cached_prediction(session.recipe, session.plan)
     if cached_prediction is None:
         return steps
     engine = session.engine.record.engine.used
     if seconds is not None:
-        record_step(session.recipe, session.plan, engine, seconds)
+        record_measured_step(session.recipe, session.plan, engine, seconds)
     if cached_prediction.doubt:
         return {**steps, "not_predicted": f"{cached_prediction.doubt} (ortlaunch plan --predict)"}
     memory = cached_prediction.engines[engine]["memory"]
-    return {**steps, "predicted": Prediction(cached_prediction.seconds(engine), memory)}
+    return {**steps, "predicted": Prediction(cached_prediction.step_seconds(engine), memory)}
 
 
 def _step_duration_lines(summary: Summary) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from ortlaunch.errors import EngineError, ParityError
 from ortlaunch.json_types import Json
-from ortlaunch.recipe.rules.parity import Compared, compared_steps
+from ortlaunch.recipe.rules.parity import ParityStepCount, compared_steps
 from ortlaunch.run_folder.engine_report import Parity
 from ortlaunch.run_folder.folder import (
     RunDir,
@@ -152,7 +152,7 @@ class ParitySteps:
                     batch,
                     self._module_with_given_draws if engine.record.engine.used == "ort" else None,
                     precision=recipe.precision,
-                    uses_uses_uses_uses_autocast=recipe.zero is None,
+                    uses_autocast=recipe.zero is None,
                     tolerance=self.tolerance,
                 )
                 if step_index + 1 == self.end_step and self._is_evaluation_compared():
@@ -306,7 +306,7 @@ def create_parity_steps(session: Session, first_step: int) -> ParitySteps | None
     return None
 
 
-def parity_steps_choice(session: Session) -> Compared:
+def parity_steps_choice(session: Session) -> ParityStepCount:
     """Return how many steps are compared, by the recipe and the built model's own config."""
     config = getattr(getattr(session.engine.plain, "model", None), "config", None)
     return compared_steps(session.recipe, getattr(config, "model_type", None))

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from ortlaunch.json_types import Json
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.text.place import leaves
+from ortlaunch.recipe.text.place import leaf_values
 from ortlaunch.run_folder.folder import RunDir, write_text_atomically
 
 # Seconds for sending the rest at the end.
@@ -159,7 +159,7 @@ class Mlflow:
             # Some versions of MLflow limit a parameter's value to 500 characters.
             settings = {
                 f"{name}": str(value)[:500]
-                for name, value in leaves(_recipe_without_secrets(recipe))
+                for name, value in leaf_values(_recipe_without_secrets(recipe))
             }
             # MLflow refuses another value for a parameter that an earlier start has set.
             with contextlib.suppress(Exception):

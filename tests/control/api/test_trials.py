@@ -15,9 +15,9 @@ from ortlaunch.api import trial_starts, trials
 from ortlaunch.api.starts import submit
 from ortlaunch.api.sweeps import Sweep, sweep
 from ortlaunch.errors import InputError, PlanError, RunError
-from ortlaunch.planning.hosts import Host, parse_hostfile, select
+from ortlaunch.planning.hosts import Host, parse_hostfile, select_hosts
 from ortlaunch.planning.world import LaunchOptions
-from ortlaunch.recipe import to_yaml
+from ortlaunch.recipe import dump_recipe_yaml
 from ortlaunch.run_folder.folder import RunDir
 from tests.makers import CUSTOM, OWN_MODULE, recipe
 
@@ -40,7 +40,7 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., li
         def start(loaded: Any, share: Any, run: RunDir) -> Any:
             path = run.path
             path.mkdir(parents=True, exist_ok=True)
-            run.recipe.write_text(to_yaml(loaded.file.recipe))
+            run.recipe.write_text(dump_recipe_yaml(loaded.file.recipe))
             starts.append(path.name)
             status, losses = does(run, starts.count(path.name))
             lines = [{"step": 5 * n, "evaluation_loss": loss} for n, loss in enumerate(losses, 1)]
@@ -79,7 +79,7 @@ def test_a_sweep(planted: Any, capsys: pytest.CaptureFixture[str]) -> None:
     best = recipe(**swept()).model_copy(
         update={"sweep": None, "seed": found.trials()[1].fields["seed"]}
     )
-    assert found.recipe(1).read_text() == to_yaml(best)
+    assert found.recipe(1).read_text() == dump_recipe_yaml(best)
     assert [path.name for path in found.path.glob("best*")] == ["best_0001.yaml"]
     assert "trial 1: complete after step 10: loss 0; seed=" in capsys.readouterr().out
     assert str(found).splitlines()[0].split() == ["trial", "state", "steps", "result"]
@@ -146,7 +146,7 @@ def test_a_pruned_trial(planted: Any) -> None:
     starts = planted(lambda run, start: (0, [1.0]))
     sweep({**swept(pruner="asha", trials=1), "train": train})
     study = trials.Study(trials.SweepDir(Path("sweeps/made")), recipe(**swept(pruner="asha")), True)
-    study.report(study.draw(), {1: 5.0})
+    study.report_and_ask_to_prune(study.draw_trial(), {1: 5.0})
     study.set_attributes(1, pruned=1)
     del study
     found = sweep({**swept(pruner="asha", trials=2), "train": train})
@@ -168,7 +168,9 @@ def test_a_trial_is_pruned_while_it_runs(planted: Any, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(trials, "start_or_queue_trial", start)
     monkeypatch.setattr(
-        trials.requests, "stop", lambda run, wait, by: stopped.append(f"{run.path.name} by {by}")
+        trials.requests,
+        "request_stop",
+        lambda run, should_wait, sender: stopped.append(f"{run.path.name} by {sender}"),
     )
     train = {"max_steps": 20, "evaluate_every_steps": 5}
     found = sweep({**swept(pruner="asha"), "train": train})
@@ -258,5 +260,5 @@ def test_shares_of_hosts(tmp_path: Path) -> None:
     found = trial_starts.shares_of_machine(recipe(**swept(parallel=2)), options)
     assert [one.options.include for one in found] == ["a:0,1@b:1", "[::1]:0@d:0,1"]
     hosts = parse_hostfile(file.read_text(), "hosts").hosts
-    assert select(hosts, found[0].options.include) == (hosts[0], Host("me@b", 1, (1,)))
+    assert select_hosts(hosts, found[0].options.include) == (hosts[0], Host("me@b", 1, (1,)))
     assert {one.options.exclude for one in found} == {None}

@@ -10,7 +10,7 @@ import pytest
 from ortlaunch import tasks
 from ortlaunch.commands import device
 from ortlaunch.errors import InputError, RecipeError
-from ortlaunch.recipe import parse_resolved, to_yaml
+from ortlaunch.recipe import dump_recipe_yaml, parse_resolved
 from ortlaunch.run_folder.device_folder import DeviceFolder
 from ortlaunch.tasks import DeviceRequest
 from tests import makers
@@ -29,7 +29,7 @@ def artifacts(tmp_path: Path) -> DeviceFolder:
     }
     config = {"model_type": "bert"}
     place.recipe.write_text(
-        to_yaml(makers.recipe(model={"task": "masked-lm", "config": config}, data=words))
+        dump_recipe_yaml(makers.recipe(model={"task": "masked-lm", "config": config}, data=words))
     )
     for path in (place.training, place.eval, place.optimizer, place.description, place.checkpoint):
         path.touch()
@@ -43,7 +43,10 @@ def test_what_is_started(artifacts: DeviceFolder, monkeypatch: pytest.MonkeyPatc
     # The process itself would need the artifacts' contents; 3 stands for its exit status.
     monkeypatch.setattr(tasks, "run_task_alone", lambda request: started.append(request) or 3)
     mine = ("data.train.format=text", "data.train.path=[mine.txt]", "train.max_steps=7")
-    assert device.start(DeviceRequest("train", str(artifacts), to="after", steps=5), mine) == 3
+    assert (
+        device.start_device_verb(DeviceRequest("train", str(artifacts), to="after", steps=5), mine)
+        == 3
+    )
     (given,) = started
     recipe = parse_resolved(given.recipe)
     assert (recipe.data.tokenizer, recipe.train.max_steps) == (str(artifacts), 7)
@@ -89,11 +92,17 @@ def test_the_folder_of_a_result_is_made_before_any_step(
     monkeypatch.setattr(tasks, "run_task_alone", run)
     clients = (str(artifacts.checkpoint),) * 2
     earlier = tmp_path / "rounds/2/mean"
-    device.start(DeviceRequest("train", str(artifacts), to=str(tmp_path / "out/client")), ())
-    device.average(DeviceRequest("average", str(artifacts), to=str(earlier), checkpoints=clients))
+    device.start_device_verb(
+        DeviceRequest("train", str(artifacts), to=str(tmp_path / "out/client")), ()
+    )
+    device.average_checkpoints(
+        DeviceRequest("average", str(artifacts), to=str(earlier), checkpoints=clients)
+    )
     # The mark of onnxruntime's checkpoints, in bytes 4 to 7.
     earlier.write_bytes(b"\x14\0\0\0ODTC")
-    device.average(DeviceRequest("average", str(artifacts), to=str(earlier), checkpoints=clients))
+    device.average_checkpoints(
+        DeviceRequest("average", str(artifacts), to=str(earlier), checkpoints=clients)
+    )
     assert there == [True, True, True]
 
 
@@ -104,7 +113,9 @@ def test_no_artifacts_and_a_mistyped_key(artifacts: DeviceFolder) -> None:
         InputError,
         match=r"it lacks eval_model\.onnx; ortlaunch export RUN --format ondevice writes",
     ):
-        device.start(DeviceRequest("train", str(artifacts)), ())
+        device.start_device_verb(DeviceRequest("train", str(artifacts)), ())
     artifacts.eval.touch()
     with pytest.raises(RecipeError, match=r"did you mean data\.sequence_length"):
-        device.start(DeviceRequest("train", str(artifacts)), ("data.sequence_lenght=8",))
+        device.start_device_verb(
+            DeviceRequest("train", str(artifacts)), ("data.sequence_lenght=8",)
+        )

@@ -12,9 +12,9 @@ from ortlaunch import tasks
 from ortlaunch.commands import evaluate as evaluations
 from ortlaunch.commands import evaluate_model
 from ortlaunch.errors import InputError, PlanError
-from ortlaunch.planning.describe import describe
+from ortlaunch.planning.describe import describe_plan
 from ortlaunch.planning.world import LaunchOptions
-from ortlaunch.recipe import parse_resolved, to_yaml
+from ortlaunch.recipe import dump_recipe_yaml, parse_resolved
 from ortlaunch.resolve import resume
 from ortlaunch.resolve.resume import ResumeOptions
 from ortlaunch.run_folder.folder import RunDir, write_json_atomically
@@ -32,7 +32,7 @@ def run(tmp_path: Path) -> RunDir:
     found = RunDir(tmp_path / "run")
     found.checkpoint_folder(10).mkdir(parents=True)
     (found.checkpoint_folder(10) / "COMPLETE").touch()
-    found.recipe.write_text(to_yaml(recipe))
+    found.recipe.write_text(dump_recipe_yaml(recipe))
     # The plan has the folder of the user's modules.
     found.plan.write_text(makers.plan(recipe).to_json().replace('"here"', f'"{tmp_path}"'))
     return found
@@ -46,7 +46,7 @@ def test_what_is_started(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
         evaluations.control, "run_training_command", lambda *given: started.append(given) or 3
     )
     options = LaunchOptions("torchrun", 3)
-    assert evaluations.evaluate(run, None, EVALUATION, options) == 3
+    assert evaluations.evaluate_checkpoint(run, None, EVALUATION, options) == 3
     ((resolved, folder, resume),) = started
     assert (resolved.plan.task, resolved.plan.world_size, resolved.plan.batch.global_samples) == (
         "evaluate",
@@ -66,27 +66,29 @@ def test_what_is_said_of_it(run: RunDir) -> None:
         run.checkpoint_folder(10) / ORIGIN,
         checkpoint_origin(trained, makers.plan(trained).batch, 1, "cpu", {}, None),
     )
-    found = evaluations._resolved(
+    found = evaluations._resolve_evaluation(
         run, (*EVALUATION, "log.every_steps=7"), LaunchOptions("torchrun", 3)
     )
     options = ResumeOptions(str(run.checkpoint_folder(10)))
-    lines = resume.beginning(run.evaluation_folder(10), found, None, options).lines
+    lines = resume.plan_run_beginning(run.evaluation_folder(10), found, None, options).text_lines
     assert lines[0] == f"evaluating after step 10 from {run.checkpoint_folder(10)}"
     assert "  changed: log.every_steps: 10 -> 7: applied" in lines
     assert [line for line in lines if "batch" in line or "world" in line] == []
     assert (
-        describe(found.plan, found.file.recipe).splitlines()[0]
+        describe_plan(found.plan, found.recipe_file.recipe).splitlines()[0]
         == "made: 3 ranks on 1 host, cpu, launcher torchrun"
     )
     assert [
-        line for line in describe(found.plan, found.file.recipe).splitlines() if line[0] != " "
+        line
+        for line in describe_plan(found.plan, found.recipe_file.recipe).splitlines()
+        if line[0] != " "
     ][1:] == []
 
 
 def _words(run: RunDir) -> RunDir:
     """Make the run one on text, whose checkpoint has a record of its origin."""
     recipe = makers.bert(data={**makers.WORDS, "evaluation": "python-docs"})
-    run.recipe.write_text(to_yaml(recipe))
+    run.recipe.write_text(dump_recipe_yaml(recipe))
     write_json_atomically(run.checkpoint_folder(10) / "manifest.json", {"step": 10})
     write_json_atomically(
         run.checkpoint_folder(10) / ORIGIN,
@@ -104,10 +106,10 @@ def _other_text(run: RunDir) -> str:
 
 
 def _lines(run: RunDir, *overrides: str) -> tuple[str, ...]:
-    found = evaluations._resolved(run, overrides, LaunchOptions("local"))
-    return resume.beginning(
+    found = evaluations._resolve_evaluation(run, overrides, LaunchOptions("local"))
+    return resume.plan_run_beginning(
         run.evaluation_folder(10), found, None, ResumeOptions(str(run.checkpoint_folder(10)))
-    ).lines
+    ).text_lines
 
 
 def test_changes_that_concern_training_alone(run: RunDir) -> None:
@@ -145,7 +147,7 @@ def test_a_run_that_keeps_no_vocabulary(run: RunDir) -> None:
 def test_refusals(step: int | None, overrides: tuple[str, ...], message: str, run: RunDir) -> None:
     """An absent step and an absent evaluation corpus are refused before a process starts."""
     with pytest.raises(InputError, match=message):
-        evaluations.evaluate(run, step, overrides, LaunchOptions("local"))
+        evaluations.evaluate_checkpoint(run, step, overrides, LaunchOptions("local"))
 
 
 @pytest.fixture
@@ -160,7 +162,7 @@ def model(run: RunDir) -> Path:
         },
         engine={"name": "ort"},
     )
-    run.recipe.write_text(to_yaml(words))
+    run.recipe.write_text(dump_recipe_yaml(words))
     folder = run.export_folder(10, "onnx")
     folder.mkdir(parents=True)
     for name in ("model.onnx", "config.json", "tokenizer_config.json"):
@@ -175,12 +177,15 @@ def test_a_model_is_measured_by_its_runs_recipe(
     started: list[Any] = []
     monkeypatch.setattr(tasks, "run_task_alone", lambda request: started.append(request) or 3)
     corpus = ("data.evaluation=python-docs",)
-    assert (evaluate_model.is_model(model), evaluate_model.is_model(model.parents[1])) == (
+    assert (
+        evaluate_model.is_model_path(model),
+        evaluate_model.is_model_path(model.parents[1]),
+    ) == (
         True,
         # parents[1] is the run itself, whose checkpoints are evaluated in another way.
         False,
     )
-    assert evaluate_model.evaluate(model, None, corpus, as_json=False) == 3
+    assert evaluate_model.evaluate_model(model, None, corpus, as_json=False) == 3
     given = started[0]
     assert (given.model, given.modules) == (str(model / "model.onnx"), str(model.parents[2]))
     recipe = parse_resolved(given.recipe)
@@ -192,7 +197,7 @@ def test_a_model_is_measured_by_its_runs_recipe(
 
     # Without a graph, transformers loads the weights.
     (model / "model.onnx").unlink()
-    evaluate_model.evaluate(model, None, corpus, as_json=False)
+    evaluate_model.evaluate_model(model, None, corpus, as_json=False)
     assert parse_resolved(started[1].recipe).model.pretrained == str(model)
     elsewhere = model.parents[2] / "elsewhere"
     for wrong, overrides, message in (
@@ -205,7 +210,7 @@ def test_a_model_is_measured_by_its_runs_recipe(
         if wrong == elsewhere:
             model.rename(elsewhere)
         with pytest.raises(InputError, match=message):
-            evaluate_model.evaluate(wrong, None, overrides, as_json=False)
+            evaluate_model.evaluate_model(wrong, None, overrides, as_json=False)
 
 
 CHATS = {"train": "python-chats", "chat_template": "chat.jinja"}
@@ -239,18 +244,22 @@ def test_the_advice_can_be_typed(
     made = makers.recipe(
         model={"task": task, "config": {"model_type": family}}, data={**makers.WORDS, **data}
     )
-    RunDir(model.parents[1]).recipe.write_text(to_yaml(made))
+    RunDir(model.parents[1]).recipe.write_text(dump_recipe_yaml(made))
     # The recipe has no evaluation corpus.
     with pytest.raises(InputError) as caught:
-        evaluate_model.evaluate(model, None, (), as_json=False)
+        evaluate_model.evaluate_model(model, None, (), as_json=False)
     advice = str(caught.value).partition("set it, as ")[2]
-    assert evaluate_model.evaluate(model, None, tuple(shlex.split(advice)), as_json=False) == 3
+    assert (
+        evaluate_model.evaluate_model(model, None, tuple(shlex.split(advice)), as_json=False) == 3
+    )
 
 
 def test_the_advice_for_samples_of_ones_own_can_be_typed(run: RunDir) -> None:
     """The suggested evaluation function for samples of the user's own is valid."""
     with pytest.raises(InputError) as caught:
-        evaluations.evaluate(run, None, (), LaunchOptions("local"))
+        evaluations.evaluate_checkpoint(run, None, (), LaunchOptions("local"))
     advice = tuple(shlex.split(str(caught.value).partition("set it, as ")[2]))
     (Path(run.path).parent / "mine.py").write_text(f"{makers.OWN_MODULE}\n\ndef held_out(): ...\n")
-    assert evaluations._resolved(run, advice, LaunchOptions("local")).file.recipe.data.evaluation
+    assert evaluations._resolve_evaluation(
+        run, advice, LaunchOptions("local")
+    ).recipe_file.recipe.data.evaluation

@@ -10,7 +10,7 @@ import pytest
 from ortlaunch import tasks
 from ortlaunch.commands import generate as generation
 from ortlaunch.errors import InputError
-from ortlaunch.recipe import to_yaml
+from ortlaunch.recipe import dump_recipe_yaml
 from ortlaunch.run_folder.folder import RunDir, write_json_atomically
 from ortlaunch.tasks import GenerationRequest
 from tests import makers
@@ -27,7 +27,7 @@ def run_of(folder: Path, task: str) -> RunDir:
     for step in (10, 20):
         found.checkpoint_folder(step).mkdir(parents=True)
         (found.checkpoint_folder(step) / "COMPLETE").touch()
-    found.recipe.write_text(to_yaml(recipe))
+    found.recipe.write_text(dump_recipe_yaml(recipe))
     found.plan.touch()
     return found
 
@@ -68,7 +68,7 @@ def test_which_model(
     monkeypatch.setattr(
         tasks, "run_task_for_answer", lambda request, _: started.append(request) or "The\n"
     )
-    assert generation.generate(asked(run.path, step)) == "The"
+    assert generation.generate_text(asked(run.path, step)) == "The"
     (given,) = started
     assert (given.model, given.step) == (str(tmp_path / taken[0]), taken[1])
 
@@ -78,20 +78,20 @@ def test_refusals(tmp_path: Path) -> None:
     for task in ("masked-lm", "pretraining"):
         run = run_of(tmp_path / task, task)
         with pytest.raises(InputError, match=f"trains task {task}; only causal-lm generates text"):
-            generation.generate(asked(run.path))
+            generation.generate_text(asked(run.path))
     write_json_atomically(tmp_path / "bert/config.json", {"architectures": ["BertForMaskedLM"]})
     with pytest.raises(
         InputError, match="bert contains a BertForMaskedLM; only causal models generate text"
     ):
-        generation.generate(asked(tmp_path / "bert"))
+        generation.generate_text(asked(tmp_path / "bert"))
     # A folder with neither a plan.json nor a config.json.
     with pytest.raises(
         InputError,
         match=r"is neither a run folder \(plan.json\) nor a folder of a transformers model",
     ):
-        generation.generate(asked(tmp_path / "nothing"))
+        generation.generate_text(asked(tmp_path / "nothing"))
     with pytest.raises(
         InputError,
         match=r"--step: .* is not a run folder, and has no checkpoints",
     ):
-        generation.generate(asked(tmp_path / "bert", 10))
+        generation.generate_text(asked(tmp_path / "bert", 10))

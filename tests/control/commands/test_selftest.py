@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ortlaunch.commands import selftest
-from ortlaunch.commands.selftest import SelftestRequest, Trained, Training
+from ortlaunch.commands.selftest import SelftestRequest, Training, TrainingResult
 from ortlaunch.doctor.finding import FAILED, OK, WARNING, Finding
 from ortlaunch.errors import InputError
 from ortlaunch.planning.world import LaunchOptions
@@ -29,24 +29,26 @@ def place(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """
     names: list[str] = []
 
-    def train(folder: Path, training: Training, overrides: Sequence[str]) -> Trained:
+    def train(folder: Path, training: Training, overrides: Sequence[str]) -> TrainingResult:
         names.append(training.name)
         # A difference far beyond the tolerance.
         last = 1.5 if "mpi" in training.name else 1.0
-        return Trained(training.name, "a:0-0", (2.0, last), 1.0, folder / "log")
+        return TrainingResult(training.name, "a:0-0", (2.0, last), 1.0, folder / "log")
 
     monkeypatch.setattr(selftest, "check_hosts_or_this_machine", lambda *_: [CHECKED])
-    monkeypatch.setattr(selftest, "_measure", lambda *_: [Finding("a", "link", OK, "to b")])
+    monkeypatch.setattr(
+        selftest, "_measure_rates_and_links", lambda *_: [Finding("a", "link", OK, "to b")]
+    )
     monkeypatch.setattr(selftest, "_has_mpirun", lambda: True)
-    monkeypatch.setattr(selftest, "_slurm_nodes", lambda: 3)
-    monkeypatch.setattr(selftest, "_train", train)
+    monkeypatch.setattr(selftest, "_slurm_node_count", lambda: 3)
+    monkeypatch.setattr(selftest, "_run_training", train)
     return names
 
 
 def run(folder: Path, answer: bool = False, **launch: str | int) -> dict[str, Finding]:
     """Run the selftest, and return its findings by their check."""
-    request = SelftestRequest(folder, launch=LaunchOptions(**launch))  # type: ignore[arg-type]
-    return {one.check: one for one in selftest.selftest(request, lambda question: answer, {})}
+    request = SelftestRequest(folder, launch_options=LaunchOptions(**launch))  # type: ignore[arg-type]
+    return {one.check: one for one in selftest.run_selftest(request, lambda question: answer, {})}
 
 
 def test_a_backend_with_other_losses_fails_it(place: list[str], tmp_path: Path) -> None:
@@ -108,7 +110,7 @@ def test_a_launcher_of_choice(place: list[str], tmp_path: Path) -> None:
 )
 def test_verdicts(losses: tuple[float, ...], wrong: str, start: str) -> None:
     """Losses within 1e-5, as many steps, and ranks as planned count as equal."""
-    found = Trained("mpi", "a:0-1", losses, 1.0, Path("log"), wrong).finding(LOSSES)
+    found = TrainingResult("mpi", "a:0-1", losses, 1.0, Path("log"), wrong).compared_finding(LOSSES)
     assert found.what.startswith(start)
     assert found.verdict == (OK if start == "equal: " else FAILED)
 
@@ -133,9 +135,9 @@ def test_a_signal_leaves_no_job_and_no_process(
             raise SystemExit(143)
         return 0
 
-    monkeypatch.setattr(selftest, "_call", call)
+    monkeypatch.setattr(selftest, "_run_and_log", call)
     with pytest.raises(SystemExit):
-        selftest._train(tmp_path, Training("slurm", (), "submit"), ())
+        selftest._run_training(tmp_path, Training("slurm", (), "submit"), ())
     assert called == ["submit", "status", "cancel"]
 
 
@@ -145,7 +147,7 @@ def test_a_signal_ends_the_command_that_runs(tmp_path: Path) -> None:
         "import signal, sys\nfrom pathlib import Path\nfrom ortlaunch.commands import selftest\n"
         "signal.signal(signal.SIGALRM, lambda *_: sys.exit(143))\n"
         "signal.setitimer(signal.ITIMER_REAL, 0.3)\n"
-        "selftest._call((sys.executable, '-c', "
+        "selftest._run_and_log((sys.executable, '-c', "
         "'import os,time;print(os.getpid(),flush=True);time.sleep(60)'), "
         "Path('log'))\n"
     )

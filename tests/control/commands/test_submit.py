@@ -13,19 +13,19 @@ from typing import Any
 import pytest
 import yaml
 
-from ortlaunch.commands.submit import request_of, submit
+from ortlaunch.commands.submit import job_request, submit_run
 from ortlaunch.errors import InputError, LaunchError, MissingDependency, PlanError, RecipeError
 from ortlaunch.launch import JobState
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.other_runs import ended, listing, queued, registry
-from ortlaunch.other_runs.cancel import cancel
-from ortlaunch.other_runs.logs import output
-from ortlaunch.other_runs.requests import stop
-from ortlaunch.other_runs.runs_table import runs_table
+from ortlaunch.other_runs.cancel import cancel_run
+from ortlaunch.other_runs.logs import iterate_output
+from ortlaunch.other_runs.requests import request_stop
+from ortlaunch.other_runs.runs_table import format_runs_table
 from ortlaunch.other_runs.status import read_status
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.rank import JOB_VARIABLE
-from ortlaunch.resolve.resolve import ResolvedRun, resolve
+from ortlaunch.resolve.resolve import ResolvedRun, resolve_command
 from ortlaunch.run_folder.folder import RunDir, write_json_atomically, write_text_atomically
 from ortlaunch.schedulers import QueueState, slurm
 from tests.makers import BERT, CUSTOM, WORDS
@@ -46,20 +46,20 @@ OPTIONS = LaunchOptions(planned_only=True, declared=True)
 def resolved(*overrides: str, **sections: Any) -> ResolvedRun:
     """Resolve a recipe of a custom model in the current folder, for a scheduler."""
     Path("recipe.yaml").write_text(yaml.safe_dump({**CUSTOM, **sections}))
-    return resolve(
+    return resolve_command(
         Path("recipe.yaml"), overrides, OPTIONS, {"PATH": "/bin", "WANDB_API_KEY": "s3cret"}
     )
 
 
 def script(*overrides: str, **sections: Any) -> str:
     """Return the batch script."""
-    return request_of(resolved(*overrides, **sections), RunDir(WHERE), "slurm").files[0][1]
+    return job_request(resolved(*overrides, **sections), RunDir(WHERE), "slurm").files[0][1]
 
 
 def test_a_thousand_nodes() -> None:
     """The script for 1,024 nodes is as expected, made in a second, and has no secret."""
     began = time.process_time()
-    request = request_of(resolved(**LARGE), RunDir(WHERE), "slurm")
+    request = job_request(resolved(**LARGE), RunDir(WHERE), "slurm")
     # Work for each rank of 8,192 would take longer.
     assert time.process_time() - began < 1
     text = request.files[0][1].replace(str(Path.cwd()), "/here")
@@ -157,7 +157,7 @@ class Queue:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seen: QueueState | None = QueueState(JobState.PENDING, "PENDING (Priority)")
         for module in (queued, __import__("ortlaunch.commands.submit", fromlist=["submit"])):
-            monkeypatch.setattr(module, "scheduler", lambda name: self)
+            monkeypatch.setattr(module, "load_scheduler", lambda name: self)
 
     def request(self, job: Any) -> Any:
         return slurm.request(job)
@@ -186,14 +186,14 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
 def test_a_run_folder_with_a_blank() -> None:
     """A run folder's path with special characters is escaped in the script."""
     # sbatch splits its options at blanks, reads # as a comment and % as a pattern.
-    text = request_of(resolved(), RunDir("/my runs/50%#1"), "slurm").files[0][1]
+    text = job_request(resolved(), RunDir("/my runs/50%#1"), "slurm").files[0][1]
     assert "#SBATCH --output='/my runs/50%%#1/logs/slurm-%j.out'\n" in text
 
 
 def put(queue: Queue) -> RunDir:
     """Submit a run."""
     run = RunDir("one")
-    assert submit(resolved(), run.path, run, "slurm").number == "12"
+    assert submit_run(resolved(), run.path, run, "slurm").job_id == "12"
     return run
 
 
@@ -202,16 +202,18 @@ def test_a_run_in_a_queue(queue: Queue) -> None:
     run = put(queue)
     assert str(read_status(run)).splitlines()[1:] == ["queued: PENDING (Priority)"]
     assert "job 12 of slurm" in str(read_status(run))
-    assert runs_table(listing.newest_statuses(None), 80).split("\n")[1].startswith("pending ")
+    assert (
+        format_runs_table(listing.newest_statuses(None), 80).split("\n")[1].startswith("pending ")
+    )
     with pytest.raises(PlanError, match="its run has not ended, or is queued"):
-        submit(resolved(), run.path, run, "slurm")
+        submit_run(resolved(), run.path, run, "slurm")
     write_text_atomically(run.logs / "slurm-12.out", "hello\n")
-    assert "".join(output(run, 0, follow=False)) == "hello\n"
-    assert cancel(run).startswith("cancelled\n")
+    assert "".join(iterate_output(run, 0, follows_until_end=False)) == "hello\n"
+    assert cancel_run(run).startswith("cancelled\n")
     # The queue forgets its jobs after some time; job.json has the end.
     queue.seen = None
     assert (read_status(run).state, read_status(run).job.exit_status) == (JobState.CANCELLED, 1)
-    assert cancel(run).startswith("nothing to cancel")
+    assert cancel_run(run).startswith("nothing to cancel")
 
 
 def test_a_job_that_saved_when_it_was_cancelled(queue: Queue) -> None:
@@ -353,7 +355,7 @@ def test_what_goes_back_into_the_queue(
     for name, body in (("srun", f"exit {status}"), ("scontrol", f"echo $* > {tools}/asked")):
         (tools / name).write_text(f"#!/bin/sh\n{body}\n")
         (tools / name).chmod(0o755)
-    text = request_of(resolved(f"launch.max_restarts={restarts}"), run, "slurm").files[0][1]
+    text = job_request(resolved(f"launch.max_restarts={restarts}"), run, "slurm").files[0][1]
     write_text_atomically(run.job_script, text)
     if stop:
         write_json_atomically(run.stop_request, {"by": stop})
@@ -409,7 +411,7 @@ def test_a_requeue_that_is_not_answered(
 ) -> None:
     """A requeue is asked for until the controller answers, and a refusal is in the run's status."""
     run = RunDir(tmp_path / "run")
-    submit(resolved("launch.max_restarts=1"), run.path, run, "slurm")
+    submit_run(resolved("launch.max_restarts=1"), run.path, run, "slurm")
     _controller(tmp_path, body.replace("{0}", str(tmp_path)))
     environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "12"}
     done = subprocess.run(
@@ -441,7 +443,7 @@ def test_an_end_before_rank_0_prepared(
     """The verdict quotes the reason, and has the first task's status."""
     run = put(queue)
     monkeypatch.setenv("SLURM_JOB_ID", "12")
-    turn = ["an earlier turn failed", f"{slurm.TURN}n1, turn 2", *lines]
+    turn = ["an earlier turn failed", f"{slurm.TURN_PREFIX}n1, turn 2", *lines]
     write_text_atomically(run.logs / "slurm-12.out", "\n".join(turn))
     monkeypatch.setattr("sys.argv", ["ended", str(run), "0", "143", BEGAN])
     assert ended.main() == status
@@ -459,7 +461,7 @@ def test_a_step_that_slurm_ended(queue: Queue, monkeypatch: pytest.MonkeyPatch) 
         write_text_atomically(path, "")
     line = "srun: error: Task launch for StepId=35.0 failed on node cn5: Communication failure"
     monkeypatch.setenv("SLURM_JOB_ID", "12")
-    write_text_atomically(run.logs / "slurm-12.out", f"{slurm.TURN}n1, turn 1\n{line}\n")
+    write_text_atomically(run.logs / "slurm-12.out", f"{slurm.TURN_PREFIX}n1, turn 1\n{line}\n")
     monkeypatch.setattr("sys.argv", ["ended", str(run), "0", "137", BEGAN])
     assert ended.main() == 137
     record = JobRecord.read(run)
@@ -475,7 +477,7 @@ def test_many_runs_ask_the_queue_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, ...]] = []
     answer = "".join(f"{n}|RUNNING|None\n" for n in range(20))
 
-    def squeue(*argv: str, what: str) -> subprocess.CompletedProcess[str]:
+    def squeue(*argv: str, advice: str) -> subprocess.CompletedProcess[str]:
         asked.append(argv)
         return subprocess.CompletedProcess(argv, int(not answer), answer, "Unable to contact")
 
@@ -498,7 +500,7 @@ def test_a_node_without_the_folder_starts_no_rank(tmp_path: Path) -> None:
     home = Path.cwd() / "gone"
     home.mkdir()
     os.chdir(home)
-    write_text_atomically(run.job_script, request_of(resolved(), run, "slurm").files[0][1])
+    write_text_atomically(run.job_script, job_request(resolved(), run, "slurm").files[0][1])
     os.chdir(tmp_path)
     (home / "recipe.yaml").unlink()
     home.rmdir()
@@ -519,8 +521,8 @@ def test_a_controller_that_is_away(queue: Queue, monkeypatch: pytest.MonkeyPatch
     gone = "Invalid job id specified"
     for words in (away, gone):
         failed = subprocess.CompletedProcess(["squeue"], 1, "", f"slurm_load_jobs error: {words}\n")
-        monkeypatch.setattr(slurm, "run_command", lambda *argv, what, failed=failed: failed)
-        monkeypatch.setattr(slurm, "_by_sacct", lambda job: None)
+        monkeypatch.setattr(slurm, "run_command", lambda *argv, advice, failed=failed: failed)
+        monkeypatch.setattr(slurm, "_state_by_sacct", lambda job: None)
         if words is gone:
             assert slurm.state("12") is None
         else:
@@ -555,22 +557,22 @@ def test_a_missing_file_is_not_queued(queue: Queue) -> None:
     with pytest.raises(
         RecipeError, match=r"data\.train\.path: got gone\.txt, which matches no file here"
     ):
-        submit(resolved(**sections), Path("one"), RunDir("one"), "slurm")
+        submit_run(resolved(**sections), Path("one"), RunDir("one"), "slurm")
     assert not Path("one").exists()
     inside = resolved("submit.container={image: a/b}", **sections)
-    assert submit(inside, Path("one"), RunDir("one"), "slurm").number == "12"
+    assert submit_run(inside, Path("one"), RunDir("one"), "slurm").job_id == "12"
 
 
 def test_a_stop_of_a_run_that_waits(queue: Queue) -> None:
     """A stop of a waiting run is refused, with the step that is saved."""
     run = put(queue)
     with pytest.raises(InputError, match="is queued, and it has no checkpoint"):
-        stop(run)
+        request_stop(run)
     write_text_atomically(run.checkpoint_folder(86) / "COMPLETE", "")
     with pytest.raises(
         InputError, match="is queued, and its last checkpoint is of step 86; `ortlaunch cancel`"
     ):
-        stop(run)
+        request_stop(run)
 
 
 def test_no_sbatch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -580,12 +582,12 @@ def test_no_sbatch(monkeypatch: pytest.MonkeyPatch) -> None:
         MissingDependency,
         match="sbatch not found: submit on a host of the cluster; --dry-run prints",
     ):
-        submit(resolved(), Path("one"), RunDir("one"), "slurm")
+        submit_run(resolved(), Path("one"), RunDir("one"), "slurm")
 
 
 def test_forgotten_folders_leave_the_list(queue: Queue) -> None:
     """A run whose folder was moved or deleted leaves the list."""
     run = put(queue)
-    assert [str(one) for one in registry.runs()] == [str(run.path.resolve())]
+    assert [str(one) for one in registry.existing_runs()] == [str(run.path.resolve())]
     run.path.rename("elsewhere")
-    assert registry.runs() == []
+    assert registry.existing_runs() == []

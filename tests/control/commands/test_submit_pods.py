@@ -14,14 +14,14 @@ import pytest
 import yaml
 
 from ortlaunch import recipe
-from ortlaunch.commands.submit import request_of, submit, without_effect
+from ortlaunch.commands.submit import job_request, notes_on_ignored_fields, submit_run
 from ortlaunch.errors import InputError, LaunchError, MissingDependency, PlanError, RecipeError
 from ortlaunch.launch import JobState, LaunchRequest
-from ortlaunch.other_runs.cancel import cancel
-from ortlaunch.other_runs.logs import output
+from ortlaunch.other_runs.cancel import cancel_run
+from ortlaunch.other_runs.logs import iterate_output
 from ortlaunch.other_runs.status import read_status
 from ortlaunch.planning.world import LaunchOptions
-from ortlaunch.resolve.resolve import ResolvedRun, resolve
+from ortlaunch.resolve.resolve import ResolvedRun, resolve_command
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.schedulers import QueueState, azureml, kubernetes
 from tests.control.typed import Run
@@ -53,12 +53,12 @@ def resolved(name: str, kind: str, *overrides: str) -> ResolvedRun:
     )
     chosen = (AZURE, "submit.scheduler=azureml") if kind == "azureml" else pods
     options = LaunchOptions(planned_only=True, declared=True)
-    return resolve(Path(RECIPES[name]), (*WORLD, *chosen, *overrides), options, SECRET)
+    return resolve_command(Path(RECIPES[name]), (*WORLD, *chosen, *overrides), options, SECRET)
 
 
 def requested(name: str, kind: str, *overrides: str) -> LaunchRequest:
     """Return the request for the scheduler."""
-    return request_of(
+    return job_request(
         resolved(name, kind, *overrides), RUN, "azureml" if kind == "azureml" else "kubernetes"
     )
 
@@ -98,7 +98,7 @@ def test_jobs_to_the_letter(name: str, kind: str) -> None:
     request = requested(name, kind)
     text = request.files[0][1].replace(str(Path.cwd()), "/here")
     if kind != "azureml":
-        chosen = resolved(name, kind).file.recipe
+        chosen = resolved(name, kind).recipe_file.recipe
         inside = documents(name, kind)[0]["data"]["recipe.yaml"]
         assert recipe.parse_resolved(inside) == chosen
         # The recipe was compared above; its text would make the expected files long.
@@ -232,7 +232,7 @@ def test_names_fit_hosts() -> None:
     """A long name of a run is shortened to a valid name of a host."""
     # A host's name has at most 63 letters, and the pod's number is added.
     long = RunDir(f"/runs/2_{'Long.Name' * 10}-20260101-000000")
-    text = request_of(resolved("bert-large", "job"), long, "kubernetes").files[0][1]
+    text = job_request(resolved("bert-large", "job"), long, "kubernetes").files[0][1]
     name = list(yaml.safe_load_all(text))[-1]["metadata"]["name"]
     assert re.fullmatch(r"run-2-long-name[a-z0-9-]*-20260101-000000", name)
     assert len(name) <= 50
@@ -278,10 +278,10 @@ def test_a_part_that_is_refused(fake: Path) -> None:
     (fake / "refused").write_text("Service")
     run = RunDir("x-20260101-000000")
     with pytest.raises(LaunchError, match="Forbidden: Service"):
-        submit(resolved("bert-large", "job"), run.path, run, "kubernetes")
+        submit_run(resolved("bert-large", "job"), run.path, run, "kubernetes")
     assert "kubectl delete job.batch/x-20260101-000000" in (fake / "calls").read_text()
     (fake / "refused").unlink()
-    assert submit(resolved("bert-large", "job"), run.path, run, "kubernetes").number
+    assert submit_run(resolved("bert-large", "job"), run.path, run, "kubernetes").job_id
 
 
 # What platform teams add; the third is of a cluster with RDMA.
@@ -383,7 +383,9 @@ def test_the_manifest_alone_is_printed(ortlaunch: Run, tmp_path: Path) -> None:
 def test_what_is_slurms_is_said() -> None:
     """Fields that only Slurm has are named for another scheduler."""
     asked = resolved("bert-large", "job", "submit.partition=gpu", "submit.exclusive=true")
-    assert without_effect(asked) == ["ignored by kubernetes: submit.partition, submit.exclusive"]
+    assert notes_on_ignored_fields(asked) == [
+        "ignored by kubernetes: submit.partition, submit.exclusive"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -463,15 +465,15 @@ def test_a_run_in_pods(fake: Path) -> None:
     # The run's folder here has the record of the job alone.
     run = RunDir("x-20260101-000000")
     named = "default/job.batch/x-20260101-000000"
-    assert submit(resolved("bert-large", "job"), run.path, run, "kubernetes").number == named
+    assert submit_run(resolved("bert-large", "job"), run.path, run, "kubernetes").job_id == named
     (fake / "answer").write_text(json.dumps({"metadata": {}, "status": {"active": 4}}))
     assert str(read_status(run)).splitlines()[1:] == ["queued: no pod is ready"]
     (fake / "answer").write_text(json.dumps({"metadata": {}, "status": {"active": 4, "ready": 4}}))
     assert read_status(run).state is JobState.RUNNING
-    assert "".join(output(run, 0, follow=True)) == "hello\n"
+    assert "".join(iterate_output(run, 0, follows_until_end=True)) == "hello\n"
     with pytest.raises(InputError, match="kubernetes shows only rank 0's node"):
-        list(output(run, 3, follow=False))
-    assert cancel(run).startswith("cancelled\n")
+        list(iterate_output(run, 3, follows_until_end=False))
+    assert cancel_run(run).startswith("cancelled\n")
     assert read_status(run).state is JobState.CANCELLED
     calls = (fake / "calls").read_text().splitlines()
     assert calls[:2] == ["kubectl create --namespace=default --filename=- --output=json"] * 2
@@ -498,12 +500,14 @@ def test_a_run_in_pods(fake: Path) -> None:
 def test_a_run_of_azure_ml(fake: Path, word: str, state: str, status: int | None) -> None:
     """The state in the workspace is that of the run, and an end is recorded with it."""
     run = RunDir("one")
-    assert submit(resolved("bert-large", "azureml"), run.path, run, "azureml").number == "//blue"
+    assert (
+        submit_run(resolved("bert-large", "azureml"), run.path, run, "azureml").job_id == "//blue"
+    )
     (fake / "answer").write_text(f"{word}\n")
     seen = read_status(run)
     assert (seen.state.value, seen.job.exit_status) == (state, status)
     assert word in (seen.job.verdict or "")
-    assert azureml.logs("g/w/blue", follow=True)[-2:] == (
+    assert azureml.logs("g/w/blue", follows_until_end=True)[-2:] == (
         "--resource-group=g",
         "--workspace-name=w",
     )
@@ -512,7 +516,7 @@ def test_a_run_of_azure_ml(fake: Path, word: str, state: str, status: int | None
 def test_a_job_that_nobody_knows_any_more(fake: Path) -> None:
     """The end of a job that the scheduler does not know any more is not guessed."""
     run = RunDir("one")
-    submit(resolved("bert-large", "job"), run.path, run, "kubernetes")
+    submit_run(resolved("bert-large", "job"), run.path, run, "kubernetes")
     assert (
         read_status(run).job.verdict
         == "kubernetes says: unknown to the scheduler, so its end is unknown"
@@ -530,8 +534,8 @@ def test_refused_or_absent(
         MissingDependency,
         match=f"{command} not found: use a host .*; --dry-run prints the job",
     ):
-        submit(resolved("bert-large", kind), Path("one"), RunDir("one"), name)
+        submit_run(resolved("bert-large", kind), Path("one"), RunDir("one"), name)
     (tmp_path / command).write_text("#!/bin/sh\necho it exists already >&2\nexit 1\n")
     (tmp_path / command).chmod(0o755)
     with pytest.raises(LaunchError, match=f"{command} .*: it exists already"):
-        submit(resolved("bert-large", kind), Path("one"), RunDir("one"), name)
+        submit_run(resolved("bert-large", kind), Path("one"), RunDir("one"), name)

@@ -14,13 +14,13 @@ import pytest
 
 from ortlaunch import doctor, machine
 from ortlaunch.doctor import here, probe
-from ortlaunch.doctor.fabric import judge
+from ortlaunch.doctor.fabric import judge_measurements
 from ortlaunch.doctor.finding import FAILED, OK, WARNING
 from ortlaunch.doctor.hosts import HostRequirements
 from ortlaunch.errors import MissingDependency, PlanError, RunError
 from ortlaunch.launch_plan import Node
 from ortlaunch.planning.world import LaunchOptions
-from ortlaunch.recipe import to_yaml
+from ortlaunch.recipe import dump_recipe_yaml
 from ortlaunch.run import checkup as checkup_module
 from ortlaunch.run.checkup import CheckupOptions, check_hosts_or_this_machine
 from tests.makers import CUSTOM, recipe, world_of
@@ -37,14 +37,16 @@ def verdicts(**asked: Any) -> dict[str, tuple[str, str, str]]:
 
 def test_each_part_has_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every part has a finding; the finding on an absent package has the command to install it."""
-    monkeypatch.setattr(doctor, "lacking_for_ort", lambda on_gpu: [("no wheel", "pip install it")])
+    monkeypatch.setattr(
+        doctor, "missing_items_for_ort", lambda on_gpu: [("no wheel", "pip install it")]
+    )
     assert set(verdicts()) == {
         "python", "torch", "ort", "deepspeed", "mpi", "gpus", "cache", "disk", "temporary",
         "/dev/shm", "open files", "stale",
     }  # fmt: skip
     assert verdicts()["ort"] == (WARNING, "no wheel", "pip install it")
     # The probe reads package metadata here; with an empty result no package is installed.
-    monkeypatch.setattr(probe, "versions", lambda *_: {})
+    monkeypatch.setattr(probe, "installed_versions", lambda *_: {})
     found = verdicts()
     assert found["torch"][0] == FAILED
     assert found["deepspeed"][2] == 'pip install "ortlaunch[deepspeed]"'
@@ -86,9 +88,9 @@ def test_gpus_and_a_torch_that_cannot_use_them(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(
         machine, "hardware_record", lambda: {"gpus": ["NVIDIA H200", "NVIDIA H200"]}
     )
-    monkeypatch.setattr(probe, "gpus", lambda: 2)
-    monkeypatch.setattr(probe, "busy_gpus", lambda: ["7, 30 MiB"])
-    monkeypatch.setattr(probe, "versions", lambda *_: {"torch": "2.13.0+cpu"})
+    monkeypatch.setattr(probe, "gpu_device_count", lambda: 2)
+    monkeypatch.setattr(probe, "gpu_process_lines", lambda: ["7, 30 MiB"])
+    monkeypatch.setattr(probe, "installed_versions", lambda *_: {"torch": "2.13.0+cpu"})
     # Four slots, and the probe above counts two GPUs.
     found = verdicts(device="cuda", nodes=(Node("localhost", 4, 0, (0, 1, 2, 3)),))
     assert found["nccl"][0] == WARNING
@@ -98,11 +100,11 @@ def test_gpus_and_a_torch_that_cannot_use_them(monkeypatch: pytest.MonkeyPatch) 
 
 def test_what_a_recipe_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An absent package and too little disk for checkpoints fail, each with its remedy."""
-    monkeypatch.setattr(doctor, "_installed", lambda package: package != "tensorboard")
+    monkeypatch.setattr(doctor, "_is_installed", lambda package: package != "tensorboard")
     made = recipe(log={"trackers": ["tensorboard"]})
     # 1 << 60 bytes (1 EiB) fit on no disk.
     found = here.check_this_host(
-        HostRequirements((), "cpu", tmp_path, bytes_needed=1 << 60), made, world_of(made)
+        HostRequirements((), "cpu", tmp_path, disk_bytes_needed=1 << 60), made, world_of(made)
     )
     wrong = [(one.check, one.verdict, one.mend) for one in found if one.verdict == FAILED]
     assert wrong == [("disk", FAILED, "free disk space, or lower checkpoint.keep"),
@@ -122,14 +124,17 @@ def measured(**other: Any) -> dict[str, Any]:
 
 def slow(found: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the host and the check of each finding that is not ok."""
-    return [(one.host, one.check) for one in judge(found, NODES) if one.verdict != OK]
+    return [(one.host, one.check) for one in judge_measurements(found, NODES) if one.verdict != OK]
 
 
 def test_a_slow_device_and_a_slow_host_are_named() -> None:
     """A slow device names its host; two slow links name the host that both of them share."""
     assert slow(measured()) == []
     assert slow(measured(flops=[1e11, 1e11, 1e11, 6e10, 1e11, 1e11])) == [("b", "matrix rate")]
-    assert "(rank 3)" in judge(measured(flops=[1e11, 1e11, 1e11, 6e10, 1e11, 1e11]), NODES)[1].what
+    assert (
+        "(rank 3)"
+        in judge_measurements(measured(flops=[1e11, 1e11, 1e11, 6e10, 1e11, 1e11]), NODES)[1].what
+    )
     # A hundredth of the rate, then 200 times the latency. Both links below are those of host b.
     for wrong in ({"seconds": 1e-1}, {"latency": 1e-2}):
         links = measured()["links"]
@@ -142,7 +147,7 @@ def test_a_slow_device_and_a_slow_host_are_named() -> None:
 
 def test_one_rank_has_no_links() -> None:
     """A single rank has a finding on its matmul rate only."""
-    found = judge({"dtype": "bfloat16", "flops": [7e14]}, [Node("a", 1, 0, (0,))])
+    found = judge_measurements({"dtype": "bfloat16", "flops": [7e14]}, [Node("a", 1, 0, (0,))])
     assert [(one.check, one.what, one.figures) for one in found] == [
         (
             "matrix rate",
@@ -155,13 +160,13 @@ def test_one_rank_has_no_links() -> None:
 def test_a_port_and_an_interface_that_were_asked_for() -> None:
     """A requested port or interface that cannot be used is a failure, also on a single machine."""
     # Port 0: the kernel chooses a free port, which stays in use until `close`.
-    doors = probe.Doors("127.0.0.1", (0,))
+    doors = probe.OpenPorts("127.0.0.1", (0,))
     port = doors.ports[0][0]
     assert verdicts(port=port)["port"][:2] == (
         FAILED,
         f"cannot listen at port {port}: Address already in use",
     )
-    doors.close()
+    doors.close_sockets()
     assert verdicts(port=port)["port"][:2] == (OK, f"listens at 127.0.0.1:{port}")
     assert verdicts(interface="eth9")["interface"][0] == FAILED
 
@@ -182,7 +187,7 @@ def test_options_that_would_do_nothing(options: dict[str, Any], message: str) ->
 @pytest.mark.usefixtures("workbench")
 def test_data_workers_need_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The batches that data.workers read ahead are compared with /dev/shm; bad data is a finding."""
-    Path("r.yaml").write_text(to_yaml(recipe(data={**CUSTOM["data"], "workers": 3})))
+    Path("r.yaml").write_text(dump_recipe_yaml(recipe(data={**CUSTOM["data"], "workers": 3})))
 
     def of_data(answer: Callable[[], str]) -> Any:
         monkeypatch.setattr(checkup_module, "run_task_for_answer", lambda request: answer())
@@ -224,9 +229,9 @@ def test_ranks_of_this_user_alone_are_stale(
             rank.stdout.readline()
         numbers = ", ".join(str(number) for number in sorted(rank.pid for rank in ranks))
         mine = f"{tmp_path}/runs/x ({numbers})"
-        assert mine in probe.stale()
+        assert mine in probe.living_rank_processes()
         monkeypatch.setattr(os, "getuid", lambda: 4711)
-        assert mine not in probe.stale()
+        assert mine not in probe.living_rank_processes()
         # The end of its input ends a rank.
         for rank in ranks:
             rank.stdin.close()

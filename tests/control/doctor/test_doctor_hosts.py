@@ -13,7 +13,7 @@ import pytest
 
 from ortlaunch.doctor import host_probes, probe
 from ortlaunch.doctor.finding import FAILED, WARNING, format_findings
-from ortlaunch.doctor.host_probes import Answer, NoAnswer, Reached
+from ortlaunch.doctor.host_probes import ConnectionResult, ProbeAnswer, ProbeFailure
 from ortlaunch.doctor.hosts import HostRequirements, check_hosts
 from ortlaunch.errors import InputError
 from ortlaunch.launch_plan import Node
@@ -28,27 +28,29 @@ GOOD: dict[str, Any] = {
     "free": 1 << 40, "shm": 1 << 34, "temporary": ("/tmp", 1 << 40),
     "open_files": 65536, "memlock": -1, "stale": [],
 }  # fmt: skip
-TRIED = Reached("a", 4000, "", True, True, 9000)
-WELL = Answer(GOOD, 0.1, skew=1.0, doubt=0.1, reached=(TRIED,))
+TRIED = ConnectionResult("a", 4000, "", True, True, 9000)
+WELL = ProbeAnswer(GOOD, 0.1, clock_skew_seconds=1.0, skew_error_seconds=0.1, connections=(TRIED,))
 
 
-def tried(**found: Any) -> Answer:
+def tried(**found: Any) -> ProbeAnswer:
     """Return the answer of host b with this result of its connection to host a."""
-    return WELL._replace(reached=(TRIED._replace(**found),))
+    return WELL._replace(connections=(TRIED._replace(**found),))
 
 
 @pytest.fixture
 def tells(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """A function that sets the answer of host b: a good one, with some values replaced."""
-    monkeypatch.setattr(probe, "versions", lambda: {"torch": "2.13.0"})
+    monkeypatch.setattr(probe, "installed_versions", lambda: {"torch": "2.13.0"})
     # This host's own values: equal to those in GOOD.
-    monkeypatch.setattr(probe, "sources", lambda: 7)
+    monkeypatch.setattr(probe, "sources_checksum", lambda: 7)
 
-    def tell(answer: Answer = WELL, **told: Any) -> None:
-        def ask(request: host_probes.ProbeRequest) -> tuple[list[Answer], str]:
+    def tell(answer: ProbeAnswer = WELL, **told: Any) -> None:
+        def ask(request: host_probes.ProbeRequest) -> tuple[list[ProbeAnswer], str]:
             # `check_hosts` has just written the token; a host that shares the folder answers with it.
-            seen = probe.token(str(request.folder)) if request.folder else None
-            first = WELL._replace(properties={**GOOD, "token": seen, "machine": "m"}, reached=())
+            seen = probe.read_token(str(request.run_folder)) if request.run_folder else None
+            first = WELL._replace(
+                properties={**GOOD, "token": seen, "machine": "m"}, connections=()
+            )
             return [first, answer._replace(properties={**GOOD, "token": seen, **told})], "a"
 
         monkeypatch.setattr(host_probes, "query_hosts", ask)
@@ -75,7 +77,12 @@ def tells(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
             "95.0 MiB free, and data.workers read 96.0 MiB ahead",
         ),
         ({"open_files": 256}, "open files", WARNING, "at most 256"),
-        ({"answer": WELL._replace(skew=-30.0)}, "clock", WARNING, "-30.0 s apart from this host"),
+        (
+            {"answer": WELL._replace(clock_skew_seconds=-30.0)},
+            "clock",
+            WARNING,
+            "-30.0 s apart from this host",
+        ),
         (
             {"sources": 8},
             "packages",
@@ -86,13 +93,13 @@ def tells(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         ({"cpus": 4}, "cpus", WARNING, "4, where most hosts have 8"),
         ({"writable": False}, "run folder", FAILED, "cannot be written there"),
         (
-            {"answer": tried(udp=False, whole=False)},
+            {"answer": tried(udp=False, passes_whole_packet=False)},
             "udp",
             WARNING,
             "no datagram to a is answered: a lost host is",
         ),
         (
-            {"answer": tried(whole=False)},
+            {"answer": tried(passes_whole_packet=False)},
             "mtu",
             FAILED,
             "packets of 9000 B, the MTU of both interfaces, do not reach",
@@ -116,12 +123,14 @@ def test_what_is_wrong(
     A quick check, as before a run, has a failure only where the full check has one.
     """
     tells(**told)
-    asked = HostRequirements(NODES, "cuda", tmp_path, 1024, interface="eth0", shared_bytes=96 << 20)
+    asked = HostRequirements(
+        NODES, "cuda", tmp_path, 1024, interface="eth0", shared_memory_bytes=96 << 20
+    )
     wrong = [finding for finding in check_hosts(asked) if finding.verdict != "ok"]
     assert [(one.host, one.check, one.verdict) for one in wrong] == [("b", check, verdict)]
     assert what in wrong[0].what
     assert wrong[0].mend
-    quick = check_hosts(asked._replace(quick=True))
+    quick = check_hosts(asked._replace(checks_failures_only=True))
     assert any(finding.verdict == FAILED for finding in quick) == (verdict == FAILED)
     # The token file is removed.
     assert list(tmp_path.iterdir()) == []
@@ -132,13 +141,13 @@ def test_whose_firewall_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
     A port that some hosts reach is a finding on the hosts that do not.
     """
-    monkeypatch.setattr(probe, "versions", lambda: {"torch": "2.13.0"})
-    monkeypatch.setattr(probe, "sources", lambda: 7)
+    monkeypatch.setattr(probe, "installed_versions", lambda: {"torch": "2.13.0"})
+    monkeypatch.setattr(probe, "sources_checksum", lambda: 7)
     shut = TRIED._replace(host="b", port=4001, error="timed out")
     open_ = TRIED
     tries = {"a": (shut,), "b": (open_._replace(error="refused"),), "c": (open_, shut)}
     nodes = tuple(Node(name, 1, rank, (0,)) for rank, name in enumerate(tries))
-    answers = [WELL._replace(reached=reached) for reached in tries.values()]
+    answers = [WELL._replace(connections=reached) for reached in tries.values()]
     monkeypatch.setattr(host_probes, "query_hosts", lambda request: (answers, "a"))
     wrong = [
         (one.host, one.what)
@@ -160,7 +169,7 @@ def test_good_hosts(tells: Any, tmp_path: Path) -> None:
 def test_a_clock_that_is_read_late_is_not_wrong(tells: Any, tmp_path: Path) -> None:
     """A slow answer of a busy host is not reported as clock skew."""
     # Seconds: 7 of skew with a possible error of 3 is below the limit of 5.
-    tells(WELL._replace(skew=7.0, doubt=3.0))
+    tells(WELL._replace(clock_skew_seconds=7.0, skew_error_seconds=3.0))
     assert {
         finding.verdict for finding in check_hosts(HostRequirements(NODES, "cuda", tmp_path))
     } == {"ok"}
@@ -194,7 +203,7 @@ def ssh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     # In a Slurm job the hosts would not be reached by ssh.
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     # Instead of 12 seconds, which the host that hangs would take.
-    monkeypatch.setattr(host_probes, "_SECONDS", 3.0)
+    monkeypatch.setattr(host_probes, "_FIRST_ANSWER_SECONDS", 3.0)
 
 
 @pytest.mark.parametrize(
@@ -215,14 +224,14 @@ def test_remedies_of_ssh(name: str, mend: str, ssh: None, tmp_path: Path) -> Non
     (answer,), _ = host_probes.query_hosts(
         host_probes.ProbeRequest((name,), tmp_path, None, False, 0)
     )
-    assert isinstance(answer, NoAnswer)
-    assert answer.mend.startswith(mend)
+    assert isinstance(answer, ProbeFailure)
+    assert answer.remedy.startswith(mend)
 
 
 def test_a_host_called_localhost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside another host, the other has no route to `localhost`: the remedy names that host."""
-    monkeypatch.setattr(probe, "versions", lambda: {"torch": "2.13.0"})
-    monkeypatch.setattr(probe, "sources", lambda: 7)
+    monkeypatch.setattr(probe, "installed_versions", lambda: {"torch": "2.13.0"})
+    monkeypatch.setattr(probe, "sources_checksum", lambda: 7)
     nodes = (Node("localhost", 1, 0, (0,)), Node("b", 1, 1, (0,)))
     lost = WELL._replace(properties={**WELL.properties, "address": None})
     monkeypatch.setattr(host_probes, "query_hosts", lambda request: ([WELL, lost], "localhost"))
@@ -239,18 +248,18 @@ def test_what_hosts_tell_by_ssh(ssh: None, tmp_path: Path) -> None:
 
     The reasons: the last line of ssh's error output, no Python, and no answer in time.
     """
-    (tmp_path / probe.TOKEN).write_text("word")
+    (tmp_path / probe.TOKEN_FILE).write_text("word")
     request = host_probes.ProbeRequest(
         ("good", "refuses", "bare", "hangs"), tmp_path, None, False, 0
     )
     (good, refuses, bare, hangs), meeting = host_probes.query_hosts(request)
-    assert isinstance(good, Answer)
+    assert isinstance(good, ProbeAnswer)
     assert (good.properties["hostname"], good.properties["token"]) == (socket.gethostname(), "word")
-    assert good.properties["packages"] == probe.versions()
+    assert good.properties["packages"] == probe.installed_versions()
     assert good.properties["packages"]["torch"]
-    assert abs(good.skew) <= good.doubt + 0.1
-    assert isinstance(refuses, NoAnswer)
-    assert (refuses.check, refuses.what) == (
+    assert abs(good.clock_skew_seconds) <= good.skew_error_seconds + 0.1
+    assert isinstance(refuses, ProbeFailure)
+    assert (refuses.failed_check, refuses.observation) == (
         "reached",
         "ssh: connect to host refuses: No route to host",
     )
@@ -264,29 +273,31 @@ def test_what_hosts_tell_by_ssh(ssh: None, tmp_path: Path) -> None:
 
 def test_a_port_that_is_taken() -> None:
     """A port in use is not opened; two hosts on loopback reach each other until one closes."""
-    here = probe.Doors("127.0.0.1", (0,))
-    there = probe.Doors("127.0.0.1", (0, 0))
-    taken = probe.Doors("127.0.0.1", (here.ports[0][0],))
+    here = probe.OpenPorts("127.0.0.1", (0,))
+    there = probe.OpenPorts("127.0.0.1", (0, 0))
+    taken = probe.OpenPorts("127.0.0.1", (here.ports[0][0],))
     assert (taken.ports, taken.error) == ([], "Address already in use")
     peers = [("127.0.0.1", *ports, 1500) for ports in there.ports]
     # Both sides run at once, because a host answers others while it is inside `reach`.
-    answering = threading.Thread(target=there.reach, args=([("127.0.0.1", *here.ports[0], 1500)],))
+    answering = threading.Thread(
+        target=there.reach_peers, args=([("127.0.0.1", *here.ports[0], 1500)],)
+    )
     answering.start()
-    assert here.reach(peers) == [("", True, True)] * 2
+    assert here.reach_peers(peers) == [("", True, True)] * 2
     answering.join()
-    there.close()
-    assert here.reach(peers) == [("Connection refused", False, False)] * 2
-    here.close()
+    there.close_sockets()
+    assert here.reach_peers(peers) == [("Connection refused", False, False)] * 2
+    here.close_sockets()
 
 
 def test_which_hosts_try_which() -> None:
     """In a small group each host tries all others; of 128 hosts each but the first tries a few."""
     few = range(5)
     many = range(128)
-    assert {at: host_probes._others(at, [*few]) for at in few} == {
+    assert {at: host_probes._hosts_to_try(at, [*few]) for at in few} == {
         at: [one for one in few if one != at] for at in few
     }  # type: ignore[arg-type, type-var]
-    chosen: Any = {at: host_probes._others(at, [*many]) for at in many}  # type: ignore[arg-type, type-var]
+    chosen: Any = {at: host_probes._hosts_to_try(at, [*many]) for at in many}  # type: ignore[arg-type, type-var]
     # The first host tries all others.
     assert len(chosen[0]) == 127
     assert max(len(chosen[at]) for at in many[1:]) <= 15
@@ -309,25 +320,25 @@ class SimulatedCall:
 
     def __init__(self, request: host_probes.ProbeRequest, seconds: float, host: str) -> None:
         kind = type(self)
-        self.host = host
-        self.listens = not host.startswith("dead")
+        self.host_name = host
+        self.can_be_reached = not host.startswith("dead")
         kind.open_now.add(host)
         kind.most_open = max(kind.most_open, len(kind.open_now))
-        self.answer: Any = WELL if self.listens else NoAnswer("reached", "no answer", "")
-        if self.listens:
+        self.answer: Any = WELL if self.can_be_reached else ProbeFailure("reached", "no answer", "")
+        if self.can_be_reached:
             kind.living -= 1
             kind.everyone_asked.set() if kind.living == 0 else None
         else:
             assert kind.everyone_asked.wait(20), "a dead host delays the others"
 
-    def second(self, group: list[SimulatedCall]) -> None:
+    def try_others_in_group(self, group: list[SimulatedCall]) -> None:
         """Record the members of the group."""
         # One member of the group does it, so that each group is recorded once.
-        self.groups.append([one.host for one in group]) if self is group[-1] else None
+        self.groups.append([one.host_name for one in group]) if self is group[-1] else None
 
-    def close(self) -> None:
+    def end_or_kill(self) -> None:
         """Count this connection as closed."""
-        self.open_now.discard(self.host)
+        self.open_now.discard(self.host_name)
 
 
 def test_dead_hosts_delay_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,7 +352,7 @@ def test_dead_hosts_delay_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     answers, meeting = host_probes.query_hosts(
         host_probes.ProbeRequest(names, None, None, False, 0)
     )
-    assert [isinstance(answer, Answer) for answer in answers] == [
+    assert [isinstance(answer, ProbeAnswer) for answer in answers] == [
         not name.startswith("dead") for name in names
     ]
     assert meeting == "host0"
@@ -358,12 +369,12 @@ def test_whose_port_is_taken(
     host: int, verdicts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A port in use is a failure on the first host only, because ranks meet there."""
-    answers = [WELL._replace(reached=()), WELL._replace(reached=())]
+    answers = [WELL._replace(connections=()), WELL._replace(connections=())]
     answers[host] = WELL._replace(
-        properties={**GOOD, "listens": "Address already in use"}, reached=()
+        properties={**GOOD, "listens": "Address already in use"}, connections=()
     )
     monkeypatch.setattr(host_probes, "query_hosts", lambda request: (answers, None))
-    monkeypatch.setattr(probe, "versions", lambda: {"torch": "2.13.0"})
+    monkeypatch.setattr(probe, "installed_versions", lambda: {"torch": "2.13.0"})
     found = [
         finding
         for finding in check_hosts(HostRequirements(NODES, "cpu", None, port=29500))
@@ -382,7 +393,7 @@ def test_versions_are_those_of_the_metadata() -> None:
 
     installed = {name: metadata.version(name) for name in ("torch", "numpy", "ortlaunch", "onnxruntime-training-cpu")
                  if any(metadata.distributions(name=name))}  # fmt: skip
-    assert installed.items() <= probe.versions().items()
+    assert installed.items() <= probe.installed_versions().items()
 
 
 def test_no_ssh_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

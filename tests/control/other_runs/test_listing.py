@@ -12,15 +12,15 @@ import yaml
 
 from ortlaunch.api.runs import Run, runs, runs_table, statuses
 from ortlaunch.cause import Cause, Failure
-from ortlaunch.diagnose.report import diagnose
+from ortlaunch.diagnose.report import diagnose_run
 from ortlaunch.errors import InputError
 from ortlaunch.launch import JobState
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.other_runs import listing, registry
 from ortlaunch.other_runs.status import Status, read_status
 from ortlaunch.planning.world import LaunchOptions
-from ortlaunch.resolve.prepare import prepare
-from ortlaunch.resolve.resolve import resolve
+from ortlaunch.resolve.prepare import write_and_announce_run
+from ortlaunch.resolve.resolve import resolve_command
 from ortlaunch.run_folder.engine_report import EngineChoice
 from ortlaunch.run_folder.folder import RunDir, write_json_atomically, write_text_atomically
 from ortlaunch.search.folder import SweepDir
@@ -40,13 +40,15 @@ def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Run, Run]:
         optimizer = {"name": "adamw", "learning_rate": 1.0 if name == "bad" else 0.1}
         Path("recipe.yaml").write_text(yaml.safe_dump({**CUSTOM, "optimizer": optimizer}))
         run = RunDir(tmp_path / "runs" / name)
-        prepare(resolve(Path("recipe.yaml"), (), LaunchOptions(), os.environ), run)
+        write_and_announce_run(
+            resolve_command(Path("recipe.yaml"), (), LaunchOptions(), os.environ), run
+        )
         record = JobRecord.for_this_process("local", JobState.RUNNING)
         record.ended_record(state, int(name == "bad"), "the end", None).write(run)
         run.metrics.write_text(f'{{"step": 3, "loss": {loss}}}\n')
         # Rank 0 copies the modules.
         write_text_atomically(run.modules / "mine.py", OWN_MODULE + more)
-        registry.add(run)
+        registry.register_run(run)
     return Run("bad"), Run("good")
 
 
@@ -131,7 +133,7 @@ def test_a_fallback_is_named_after_the_end(two: tuple[Run, Run]) -> None:
     assert str(found.fallback).endswith("word ...")
     assert line in str(found)
     assert line in found.to_json()
-    assert f"  {found.fallback}" in diagnose(RunDir(good.path)).evidence
+    assert f"  {found.fallback}" in diagnose_run(RunDir(good.path)).evidence
     assert f"    {line} " in runs_table(statuses(None), 100)
     assert f'fallback: null -> "{found.fallback}"' in bad.compare(good)
     assert read_status(RunDir(bad.path)).fallback is None
@@ -140,11 +142,11 @@ def test_a_fallback_is_named_after_the_end(two: tuple[Run, Run]) -> None:
 def started(folder: Path, task: str = "train") -> RunDir:
     """Return a run that this user has just started, and that has ended."""
     run = RunDir(folder)
-    resolved_run = resolve(Path("recipe.yaml"), (), LaunchOptions(task=task), os.environ)
-    prepare(resolved_run, run)
+    resolved_run = resolve_command(Path("recipe.yaml"), (), LaunchOptions(task=task), os.environ)
+    write_and_announce_run(resolved_run, run)
     record = JobRecord.for_this_process("local", JobState.RUNNING)
     record.ended_record(JobState.SUCCEEDED, 0, "the end", None).write(run)
-    registry.add(run)
+    registry.register_run(run)
     return run
 
 
@@ -154,7 +156,7 @@ def test_latest_is_the_newest_training_here(
     """`latest` is no parity run, trial of a sweep or run of another project; the list marks them."""
     started(tmp_path / "runs" / "proof", "parity")
     sweep = SweepDir(tmp_path / "sweep")
-    started(sweep.trial(3).path)
+    started(sweep.trial_run_dir(3).path)
     sweep.journal.touch()
     times = {"good": 1, "bad": 2, "proof": 3, "0003": 4}
     for file in (tmp_path / "cache" / "runs").iterdir():
@@ -230,7 +232,7 @@ def test_an_early_stop(two: tuple[Run, Run], tmp_path: Path) -> None:
     text = f"stopped early after step 2 of 3: {line}"
     assert f"\n{text}\n" in str(read_status(run))
     assert runs_table(statuses(None), 90).splitlines()[2] == f"    {text}"
-    assert str(diagnose(run)).endswith(text)
+    assert str(diagnose_run(run)).endswith(text)
     # No evaluation had a finite value.
     write_json_atomically(run.summary, {"stopped_early": {**best, "value": None, "step": None}})
     assert read_status(run).best_line == "stopped early after step 2 of 3"

@@ -27,8 +27,8 @@ from ortlaunch.launch import JobState, processes
 from ortlaunch.launch.record import Attempt, JobRecord
 from ortlaunch.other_runs import cancel as cancelling
 from ortlaunch.other_runs import logs, registry, requests
-from ortlaunch.other_runs.cancel import cancel
-from ortlaunch.other_runs.status import read_status, wait
+from ortlaunch.other_runs.cancel import cancel_run
+from ortlaunch.other_runs.status import read_status, wait_for_end
 from ortlaunch.process import Process
 from ortlaunch.run.job_file import JobFile
 from ortlaunch.run_folder.folder import RunDir, write_json_atomically, write_text_atomically
@@ -121,7 +121,7 @@ def test_each_stage_of_a_command(run: RunDir) -> None:
     found = read_status(run)
     assert (found.state, found.job.exit_status, str(found).splitlines()[-1]) == (JobState.FAILED, 7,
                                                                                 "ortlaunch: rank 1 failed")  # fmt: skip
-    assert wait(run).job == found.job
+    assert wait_for_end(run).job == found.job
 
 
 @pytest.mark.parametrize(
@@ -268,7 +268,7 @@ def test_a_command_that_measures_is_pending(run: RunDir) -> None:
     with command(run, "measures") as process:
         found = read_status(run)
         assert (found.state, found.job.id) == (JobState.PENDING, str(process.pid))
-        said = cancel(run)
+        said = cancel_run(run)
         assert said.startswith(f"ended process {process.pid}, which had not started a run here\n")
         assert process.wait() == -signal.SIGTERM
     assert read_status(run).state is JobState.SUCCEEDED
@@ -293,7 +293,7 @@ def test_cancel(
         # It ends by itself, on a busy machine after more than the little grace.
         monkeypatch.setattr(cancelling, "GRACE_SECONDS", 20.0)
     with command(run, how) as process:
-        answer = cancel(run)
+        answer = cancel_run(run)
         assert answer.startswith(f"{said}{run}: cancelled"), answer
         found = read_status(run)
         assert (found.state, found.job.exit_status, found.alive) == (JobState.CANCELLED, status, ())
@@ -307,7 +307,7 @@ def test_cancel(
             "plain": 143, "deaf": -signal.SIGKILL, "deaf rank": -signal.SIGTERM
         }[how]  # fmt: skip
         assert process.wait() == expected
-        assert cancel(run).startswith(f"nothing to cancel: it has ended\n{run}: cancelled")
+        assert cancel_run(run).startswith(f"nothing to cancel: it has ended\n{run}: cancelled")
 
 
 def test_who_waits_for_the_folder_is_none_of_its_run(run: RunDir) -> None:
@@ -321,7 +321,7 @@ def test_who_waits_for_the_folder_is_none_of_its_run(run: RunDir) -> None:
             waits = subprocess.Popen(["sleep", "60"], pass_fds=[file.fileno()])
         try:
             assert len(read_status(run).alive) == 1
-            said = cancel(run)
+            said = cancel_run(run)
             assert said.startswith(
                 "nothing to cancel: it has ended; 1 of its processes had to be killed\n"
             ), said
@@ -346,9 +346,9 @@ def test_another_host(run: RunDir) -> None:
     assert (read_status(run).state, read_status(run).certain) == (JobState.RUNNING, False)
     assert f"this is the last recorded state; {there} status {run}" in str(read_status(run))
     with pytest.raises(InputError, match=f"{there} cancel {run}".replace("[", r"\[")):
-        cancel(run)
+        cancel_run(run)
     with pytest.raises(InputError, match="status --wait"):
-        wait(run)
+        wait_for_end(run)
 
 
 @pytest.mark.parametrize(("kind", "status"), [("Stopped", 0), ("ValueError", 1), ("", 0)])
@@ -369,14 +369,14 @@ def test_stopping_from_another_host(kind: str, status: int, run: RunDir) -> None
         write_json_atomically(run.rank_error_path(0), end)
     else:
         write_json_atomically(run.summary, {})
-    said, code = requests.stop(run)
+    said, code = requests.request_stop(run)
     assert (code, ("rank 0 has ended" if kind else "done: ") in said) == (status, True)
     with pytest.raises(LaunchError, match="ended before it saved"):
-        requests.checkpoint(run)
+        requests.request_checkpoint(run)
     # Without a plan no rank has begun.
     run.plan.unlink()
     with pytest.raises(InputError, match="its ranks have not started, so there is nothing to save"):
-        requests.stop(run)
+        requests.request_stop(run)
 
 
 def test_a_launcher_of_the_users_own(run: RunDir) -> None:
@@ -385,7 +385,7 @@ def test_a_launcher_of_the_users_own(run: RunDir) -> None:
     record.write(run)
     assert read_status(run).state is JobState.RUNNING
     with pytest.raises(InputError, match="its ranks were started by your own launcher"):
-        cancel(run)
+        cancel_run(run)
     # Another start time: the process id belongs to a later process, so rank 0 is gone.
     replace(record, began="gone").write(run)
     assert read_status(run).state is JobState.FAILED
@@ -407,12 +407,12 @@ AS_NOBODY = """
 import os, sys
 from ortlaunch.errors import InputError
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.other_runs.cancel import cancel
+from ortlaunch.other_runs.cancel import cancel_run
 from ortlaunch.other_runs.status import read_status
 os.setgroups([])
 os.setuid(65534)
 try:
-    (read_status if sys.argv[1] == "status" else cancel)(RunDir(sys.argv[2]))
+    (read_status if sys.argv[1] == "status" else cancel_run)(RunDir(sys.argv[2]))
     print("nothing", end="")
 except InputError as error:
     print(error, end="")
@@ -469,12 +469,12 @@ def test_the_latest_run_is_the_one_that_started_last(
     for place, name in enumerate(("first", "second")):
         started = RunDir(tmp_path / name)
         write_json_atomically(started.job, {})
-        registry.add(started)
+        registry.register_run(started)
         for entry in (tmp_path / "cache" / "runs").iterdir():
             if entry.read_text() == str(started.path):
                 os.utime(entry, (place, place))
     write_json_atomically(RunDir(tmp_path / "first").job, {"ended": "now"})
-    assert [each.path.name for each in registry.runs()] == ["second", "first"]
+    assert [each.path.name for each in registry.existing_runs()] == ["second", "first"]
 
 
 def test_a_character_that_is_half_written_is_printed_whole(tmp_path: Path) -> None:
@@ -485,5 +485,5 @@ def test_a_character_that_is_half_written_is_printed_whole(tmp_path: Path) -> No
     pieces = list[str]()
     for end in (2, len(whole)):
         file.write_bytes(whole[:end])
-        pieces += logs._new([file], read)
+        pieces += logs._read_new_text([file], read)
     assert "".join(pieces) == "a\u00e9b"

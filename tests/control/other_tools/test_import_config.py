@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from ortlaunch.errors import InputError, RecipeError
-from ortlaunch.other_tools import TOOLS, Imported, import_config
-from ortlaunch.recipe import Recipe, load
+from ortlaunch.other_tools import TOOLS, ImportedRecipe, import_config
+from ortlaunch.recipe import Recipe, load_recipe
 from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.recipe.fields.prompts import CHAT_TEMPLATES
 from tests.control.foreign import config, said
@@ -33,17 +33,17 @@ AXOLOTL = {"base_model": "here", "datasets": [{"path": "a/b", "type": "chat_temp
 ACCOUNT = ("taken", "changed", "dropped", "needless")
 
 
-def imported(name: str, *more: str) -> Imported:
+def imported(name: str, *more: str) -> ImportedRecipe:
     """Import one of FILES, with its overrides and `more`."""
     # A DeepSpeed config has no model and no data, so they come from a recipe.
     base = SHIPPED / "llama2-7b/tiny.yaml" if name == "deepspeed.json" else None
     return import_config(CONFIGS / name, None, base, (*FILES[name][1], *more))
 
 
-def recipe(found: Imported, folder: Path) -> Recipe:
+def recipe(found: ImportedRecipe, folder: Path) -> Recipe:
     """Write an imported recipe to a file and load it, which also validates it."""
-    (folder / "made.yaml").write_text(found.file(), encoding="utf-8")
-    return load(folder / "made.yaml").recipe
+    (folder / "made.yaml").write_text(found.commented_recipe(), encoding="utf-8")
+    return load_recipe(folder / "made.yaml").recipe
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -54,7 +54,7 @@ def test_every_key_is_accounted_for(name: str, tmp_path: Path) -> None:
     recipe(found, tmp_path)
     text = (CONFIGS / name).read_text()
     told = " ".join(
-        [*found.account.empty, *(key for where in ACCOUNT for key in said(found, where))]
+        [*found.import_report.empty, *(key for where in ACCOUNT for key in said(found, where))]
     )
     names = (
         told.replace(".", " ").replace(",", " ").replace("optimizer params", "optimizer").split()
@@ -163,7 +163,7 @@ def test_what_changes_its_meaning_is_named(
     found = import_config(config(tmp_path, **keys), "hf-trainer", None, ())
     assert text in said(found, where)[key]
     # The recipe file has the report as comments.
-    assert f"{key}: " in found.file()
+    assert f"{key}: " in found.commented_recipe()
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_what_changes_its_meaning_is_named(
 def test_trainers_own_ways(keys: dict[str, Any], values: dict[str, Any], tmp_path: Path) -> None:
     """Trainer's special values (-1, 0), shares, least learning rate and defaults are converted."""
     found = import_config(config(tmp_path, **keys), "hf-trainer", None, ())
-    made = yaml.safe_load(found.recipe)
+    made = yaml.safe_load(found.recipe_yaml)
     assert {name: made.get(name) for name in values} == values
 
 
@@ -221,7 +221,7 @@ def test_trls_sft(tmp_path: Path) -> None:
         "model_revision": "v2",
     }
     found = import_config(config(tmp_path, **absent, **chats, **others), "hf-trainer", None, ())
-    made = yaml.safe_load(found.recipe)
+    made = yaml.safe_load(found.recipe_yaml)
     source = {"format": "hub", "name": "a/b", "messages_column": "messages", "train_on": "all"}
     assert (made["data"]["train"], made["data"]["evaluation"]) == (
         source,
@@ -375,10 +375,10 @@ def test_axolotls_values(keys: dict[str, Any], path: str, value: Any, tmp_path: 
     file = tmp_path / "c.yml"
     file.write_text(json.dumps({**AXOLOTL, **keys}))
     found = import_config(file, "axolotl", None, ())
-    made: Any = yaml.safe_load(found.recipe)
+    made: Any = yaml.safe_load(found.recipe_yaml)
     for name in path.split("."):
         made = made[name]
-    assert (made, found.account.dropped) == (value, [])
+    assert (made, found.import_report.dropped) == (value, [])
 
 
 @pytest.mark.parametrize(
@@ -396,8 +396,8 @@ def test_fsdp(
 ) -> None:
     """FSDP's strategy becomes ZeRO's stage, and its other settings keys of the recipe."""
     found = import_config(config(tmp_path, **keys), "hf-trainer", None, ())
-    made = yaml.safe_load(found.recipe)
-    assert (made["zero"], found.account.dropped) == (zero, [])
+    made = yaml.safe_load(found.recipe_yaml)
+    assert (made["zero"], found.import_report.dropped) == (zero, [])
     assert made["model"].get("gradient_checkpointing", False) is checkpointing
     assert made.get("engine", {}).get("name") == ("eager" if zero["stage"] == 3 else None)
 
@@ -451,7 +451,10 @@ def test_axolotls_rows(given: dict[str, Any], expected: dict[str, Any], tmp_path
     path.write_text(json.dumps({**AXOLOTL, "datasets": [{"path": "a/b", **given}]}))
     found = import_config(path, "axolotl", None, ())
     source = {"format": "hub", "name": "a/b", **expected}
-    assert (yaml.safe_load(found.recipe)["data"]["train"], found.account.dropped) == (source, [])
+    assert (yaml.safe_load(found.recipe_yaml)["data"]["train"], found.import_report.dropped) == (
+        source,
+        [],
+    )
 
 
 @pytest.mark.parametrize(
@@ -469,7 +472,7 @@ def test_axolotls_schedule(keys: dict[str, Any], values: dict[str, Any], tmp_pat
     """Axolotl's schedule is converted with Axolotl's own defaults, not with Trainer's."""
     path = tmp_path / "c.yml"
     path.write_text(json.dumps({**AXOLOTL, **keys}))
-    made = yaml.safe_load(import_config(path, "axolotl", None, ()).recipe)
+    made = yaml.safe_load(import_config(path, "axolotl", None, ()).recipe_yaml)
     assert {name: made.get(name) for name in values} == values
 
 
@@ -492,7 +495,7 @@ def test_without_adapters_their_keys_have_no_effect(
     path = tmp_path / "c.yml"
     path.write_text(json.dumps(keys))
     found = import_config(path, tool, SHIPPED / "llama2-7b/tiny.yaml", ("data.sequence_length=64",))
-    assert yaml.safe_load(found.recipe)["model"].get("lora") is None
+    assert yaml.safe_load(found.recipe_yaml)["model"].get("lora") is None
     assert {key for key in keys if key.startswith("lora_")} <= said(found, "needless").keys()
 
 
@@ -501,7 +504,9 @@ def test_full_over_a_base_with_adapters(tmp_path: Path) -> None:
     (tmp_path / "c.yml").write_text("model_name_or_path: here\nfinetuning_type: full\n")
     base = SHIPPED / "llama2-7b/lora-instruct.yaml"
     assert (
-        yaml.safe_load(import_config(tmp_path / "c.yml", None, base, ()).recipe)["model"]["lora"]
+        yaml.safe_load(import_config(tmp_path / "c.yml", None, base, ()).recipe_yaml)["model"][
+            "lora"
+        ]
         is None
     )
 
@@ -511,7 +516,7 @@ def test_axolotls_text(tmp_path: Path) -> None:
     path = tmp_path / "c.yml"
     text = [{"path": "a/b", "name": "en", "text_column": "body"}]
     path.write_text(json.dumps({**AXOLOTL, "datasets": None, "pretraining_dataset": text}))
-    made = yaml.safe_load(import_config(path, "axolotl", None, ()).recipe)
+    made = yaml.safe_load(import_config(path, "axolotl", None, ()).recipe_yaml)
     assert made["data"]["train"] == {
         "format": "hub",
         "name": "a/b",
@@ -521,7 +526,7 @@ def test_axolotls_text(tmp_path: Path) -> None:
     # `path` may name a loader of the datasets library instead of a data set.
     files = [{"path": "json", "data_files": ["a.jsonl", "b.jsonl"], "type": "chat_template"}]
     path.write_text(json.dumps({**AXOLOTL, "datasets": files}))
-    made = yaml.safe_load(import_config(path, "axolotl", None, ()).recipe)
+    made = yaml.safe_load(import_config(path, "axolotl", None, ()).recipe_yaml)
     expected = {"format": "jsonl", "path": ["a.jsonl", "b.jsonl"], "messages_column": "messages",
                 "roles": ROLES}  # fmt: skip
     assert made["data"]["train"] == expected
@@ -552,7 +557,7 @@ def test_deepspeeds_own_ways(tmp_path: Path) -> None:
     text = json.dumps({**sizes, "optimizer": optimizer, "fp16": fp16, "zero_allow_it": True})
     (tmp_path / "ds.json").write_text(text)
     found = import_config(tmp_path / "ds.json", None, SHIPPED / "llama2-7b/tiny.yaml", ())
-    made = yaml.safe_load(found.recipe)
+    made = yaml.safe_load(found.recipe_yaml)
     assert (made["batch"], made["zero"]) == ({"global_size": 8, "micro_size": 2}, {"stage": 0})
     dropped = {
         "optimizer.params.adam_w_mode",
@@ -577,11 +582,11 @@ def test_deepspeeds_older_forms(tmp_path: Path) -> None:
         json.dumps({"train_batch_size": 8, "optimizer": optimizer, **older})
     )
     found = import_config(tmp_path / "ds.json", None, SHIPPED / "llama2-7b/tiny.yaml", ())
-    made = yaml.safe_load(found.recipe)
+    made = yaml.safe_load(found.recipe_yaml)
     assert (made["zero"], made["log"]["trackers"]) == ({"stage": 1}, ["wandb"])
     assert (
         "optimizer.legacy_fusion" in said(found, "dropped"),
-        "csv_monitor" in found.account.empty,
+        "csv_monitor" in found.import_report.empty,
     ) == (True, True)
 
 
@@ -591,8 +596,8 @@ def test_a_token_is_not_shown(tmp_path: Path) -> None:
     found = import_config(
         config(tmp_path, hub_token="hf_secret", swanlab={"api_key": "1a"}), "hf-trainer", None, ()
     )
-    assert "hub_token: (not shown)" in found.file()
-    assert not any(secret in found.file() for secret in ("hf_secret", "1a"))
+    assert "hub_token: (not shown)" in found.commented_recipe()
+    assert not any(secret in found.commented_recipe() for secret in ("hf_secret", "1a"))
 
 
 def test_deepspeeds_config_beside_another(tmp_path: Path) -> None:
@@ -605,7 +610,7 @@ def test_deepspeeds_config_beside_another(tmp_path: Path) -> None:
     # YAML allows no tabs as indentation, JSON does.
     (tmp_path / "ds.json").write_text(json.dumps(deepspeed, indent="\t"))
     found = import_config(config(tmp_path, deepspeed="ds.json"), "hf-trainer", None, ())
-    made = yaml.safe_load(found.recipe)
+    made = yaml.safe_load(found.recipe_yaml)
     assert (made["zero"], made["engine"]) == ({"stage": 3}, {"name": "eager"})
     assert "train_batch_size" in said(found, "needless")
 
@@ -663,7 +668,7 @@ def test_the_command(ortlaunch: Run) -> None:
     assert (status, "recipe: made.yaml" in out, "without a counterpart:" in out) == (0, True, True)
     text = Path("made.yaml").read_text()
     assert "#   line 11: max_samples: 1000 -> give most_rows of each source" in text
-    assert load("made.yaml").recipe.data.train == "python-docs"
+    assert load_recipe("made.yaml").recipe.data.train == "python-docs"
     status, _, error = ortlaunch(*words)
     assert (status, "made.yaml exists already" in error) == (2, True)
 
@@ -699,8 +704,8 @@ def test_the_words_of_a_tokenizer_are_no_secrets(tmp_path: Path) -> None:
     found = import_config(
         config(tmp_path, special_tokens={"pad_token": "<p>"}, hub_token="s3cret"), None, None, ()
     )
-    assert "<p>" in found.file()
-    assert "s3cret" not in found.file()
+    assert "<p>" in found.commented_recipe()
+    assert "s3cret" not in found.commented_recipe()
 
 
 def test_a_program_is_no_config(tmp_path: Path, ortlaunch: Run) -> None:

@@ -28,7 +28,7 @@ def _over(folder: Path, deepspeed: dict[str, Any], **sections: Any) -> tuple[Any
     """Return the recipe of DeepSpeed's config over a base, and the import with its report."""
     (folder / "ds.json").write_text(json.dumps(deepspeed))
     found = import_config(folder / "ds.json", "deepspeed", _base(folder, **sections), ())
-    return yaml.safe_load(found.recipe), found
+    return yaml.safe_load(found.recipe_yaml), found
 
 
 # accelerate's zero_stage2_offload_config.json.
@@ -117,7 +117,7 @@ def test_defaults_of_trainer_ask_for_nothing(tmp_path: Path) -> None:
     arguments = TrainingArguments(output_dir="x", use_cpu=True).to_json_string()
     found = import_config(config(tmp_path, **json.loads(arguments)), "hf-trainer", None, ())
     assert said(found, "dropped") == {}
-    assert yaml.safe_load(found.recipe)["launch"] == {"device": "cpu"}
+    assert yaml.safe_load(found.recipe_yaml)["launch"] == {"device": "cpu"}
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_a_mixture_of_trl(tmp_path: Path) -> None:
              "eos_token": "<|im_end|>"}  # fmt: skip
     path = config(tmp_path, block_size="absent", train_file="absent", **given)
     found = import_config(path, "hf-trainer", None, ())
-    data = yaml.safe_load(found.recipe)["data"]
+    data = yaml.safe_load(found.recipe_yaml)["data"]
     chats = {"format": "hub", "messages_column": "messages", "train_on": "all"}
     first = {**chats, "name": "a/b", "subset": "all", "split": "train"}
     assert data["train"] == [

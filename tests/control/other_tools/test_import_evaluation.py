@@ -25,7 +25,7 @@ LABELS = {"block_size": "absent", "max_seq_length": 64, "task_name": "sst2",
 def made(folder: Path, **keys: Any) -> dict[str, dict[str, Any]]:
     """Return the recipe of a config with these keys."""
     found: dict[str, dict[str, Any]] = yaml.safe_load(
-        import_config(config(folder, **keys), None, None, ()).recipe
+        import_config(config(folder, **keys), None, None, ()).recipe_yaml
     )
     return found
 
@@ -43,14 +43,14 @@ def test_an_evaluation_and_a_save_each_epoch(tmp_path: Path) -> None:
     keys = {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True}
     path = config(tmp_path, **HELD_OUT, eval_steps=7, save_steps=7, **keys)
     found = import_config(path, "hf-trainer", None, ())
-    recipe = yaml.safe_load(found.recipe)
+    recipe = yaml.safe_load(found.recipe_yaml)
     assert recipe["train"]["evaluate_every_epochs"] == 1
     assert recipe["checkpoint"] == {
         "every_epochs": 1,
         "keep_best": {"metric": "loss", "export": True},
     }
     assert said(found, "needless").keys() >= {"eval_steps", "save_steps"}
-    assert not found.account.dropped
+    assert not found.import_report.dropped
 
 
 AXOLOTL = {"base_model": "here", "datasets": [{"path": "a.txt", "type": "completion"}],
@@ -80,11 +80,11 @@ def test_axolotls_intervals(
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**AXOLOTL, **keys}))
     found = import_config(path, "axolotl", None, ())
-    made = yaml.safe_load(found.recipe)
+    made = yaml.safe_load(found.recipe_yaml)
     assert made["data"].get("evaluation") == evaluation
     assert made["train"].get("evaluate_every_epochs") == evaluated
     assert made["checkpoint"]["every_epochs"] == saved
-    assert not found.account.dropped
+    assert not found.import_report.dropped
     unused = keys.keys() & {"evals_per_epoch"} if evaluation is None else set()
     assert said(found, "needless").keys() >= unused
 
@@ -97,7 +97,7 @@ def test_an_interval_replaces_that_of_the_base(tmp_path: Path) -> None:
         "train: {evaluate_every_steps: 9}\ncheckpoint: {every_steps: 9}\n"
     )
     keys = {"eval_strategy": "epoch", "save_strategy": "epoch", "validation_split_percentage": 5}
-    made = yaml.safe_load(import_config(config(tmp_path, **keys), None, base, ()).recipe)
+    made = yaml.safe_load(import_config(config(tmp_path, **keys), None, base, ()).recipe_yaml)
     assert made["train"]["evaluate_every_epochs"] == made["checkpoint"]["every_epochs"] == 1
     assert made["data"]["evaluation"] == {"share": 0.05}
     assert not {"evaluate_every_steps", "every_steps"} & {*made["train"], *made["checkpoint"]}
@@ -131,7 +131,7 @@ def test_intervals(
     found = import_config(config(tmp_path, **keys), "hf-trainer", None, ())
     unit = "epochs" if expected is not None and expected < 1 else "steps"
     name = f"{'evaluate_' if section == 'train' else ''}every_{unit}"
-    assert yaml.safe_load(found.recipe).get(section, {}).get(name) == expected
+    assert yaml.safe_load(found.recipe_yaml).get(section, {}).get(name) == expected
     told = {
         key for where in ("taken", "changed", "dropped", "needless") for key in said(found, where)
     }
@@ -183,7 +183,7 @@ def test_evaluation_data_beside_the_config(way: str, tmp_path: Path) -> None:
     base.write_text("data: {evaluation: {format: jsonl, path: b.jsonl}}\n")
     typed = ("data.evaluation={format: jsonl, path: b.jsonl}",)
     found = import_config(path, None, *((None, typed) if way == "command" else (base, ())))
-    made = yaml.safe_load(found.recipe)
+    made = yaml.safe_load(found.recipe_yaml)
     assert made["train"]["evaluate_every_steps"] == 9
     assert made["checkpoint"]["keep_best"] == {"metric": "classification_accuracy", "export": True}
     assert said(found, "dropped").keys() == {"task_name"}

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from ortlaunch.errors import InputError, RecipeError
-from ortlaunch.other_tools import Imported, import_config
+from ortlaunch.other_tools import ImportedRecipe, import_config
 from tests.control.foreign import said
 
 INFO = {
@@ -41,7 +41,7 @@ ALPACA = {
 
 def imported(
     folder: Path, monkeypatch: pytest.MonkeyPatch, info: str = "", **keys: Any
-) -> Imported:
+) -> ImportedRecipe:
     """Return the import of a config in a folder beside `data`, as LLaMA-Factory's examples are."""
     (folder / "data").mkdir()
     (folder / "data" / "dataset_info.json").write_text(info or json.dumps(INFO))
@@ -92,14 +92,14 @@ def test_a_data_set(
 ) -> None:
     """File, columns, keys of messages, roles and the number of rows become those of data.train."""
     found = imported(tmp_path, monkeypatch, **keys)
-    assert yaml.safe_load(found.recipe)["data"]["train"] == expected
-    assert not found.account.dropped
+    assert yaml.safe_load(found.recipe_yaml)["data"]["train"] == expected
+    assert not found.import_report.dropped
 
 
 def test_several_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are a mixture by size; one for evaluation, and a share of the data, are taken too."""
     found = imported(tmp_path, monkeypatch, dataset="alpaca, history, pairs, lost", val_size=0.1)
-    data = yaml.safe_load(found.recipe)["data"]
+    data = yaml.safe_load(found.recipe_yaml)["data"]
     assert [part["weight"] for part in data["train"]] == [None, None]
     assert data["train"][1]["source"] == {
         "format": "hub",
@@ -125,10 +125,10 @@ def test_evaluation_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         tmp_path, monkeypatch, dataset="alpaca", eval_dataset="talks", dataset_dir="data",
         eval_strategy="steps", eval_steps=7, template="qwen",
     )  # fmt: skip
-    made = yaml.safe_load(found.recipe)
+    made = yaml.safe_load(found.recipe_yaml)
     assert made["data"]["evaluation"]["path"] == "data/talks.jsonl"
     assert made["train"]["evaluate_every_steps"] == 7
-    assert not found.account.dropped
+    assert not found.import_report.dropped
     assert said(found, "changed").keys() == {"template"}
 
 

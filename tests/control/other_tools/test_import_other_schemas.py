@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from ortlaunch.errors import InputError
-from ortlaunch.other_tools import Imported, import_config
+from ortlaunch.other_tools import ImportedRecipe, import_config
 from tests.control.foreign import said
 
 CONFIGS = Path(__file__).parents[2] / "foreign_configs"
@@ -27,16 +27,16 @@ TUNE: dict[str, Any] = {
 }
 
 
-def made(found: Imported) -> Any:
+def made(found: ImportedRecipe) -> Any:
     """Return the values of an imported recipe."""
-    return yaml.safe_load(found.recipe)
+    return yaml.safe_load(found.recipe_yaml)
 
 
 def test_torchtune() -> None:
     """Components become names, weights a folder, and splits of a data set two corpora."""
     found = import_config(CONFIGS / "torchtune.yaml", None, None, ())
     recipe = made(found)
-    assert (found.tool, found.account.dropped) == ("torchtune", [])
+    assert (found.tool, found.import_report.dropped) == ("torchtune", [])
     assert recipe["model"]["lora"] == {
         "target_modules": ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
         "r": 8,
@@ -108,7 +108,7 @@ def test_accelerate() -> None:
     base = SHIPPED / "llama2-7b/tiny.yaml"
     found = import_config(CONFIGS / "accelerate.yaml", None, base, overrides)
     recipe = made(found)
-    assert (found.tool, found.account.dropped) == ("accelerate", [])
+    assert (found.tool, found.import_report.dropped) == ("accelerate", [])
     assert recipe["launch"]["nodes"] == 2
     assert recipe["launch"]["processes_per_node"] == 4
     assert (recipe["precision"], recipe["engine"]["name"]) == ("bf16", "eager")

@@ -11,10 +11,10 @@ import pytest
 
 from ortlaunch.errors import PlanError
 from ortlaunch.launch_plan import BatchPlan, Node, Plan
-from ortlaunch.planning.describe import describe
+from ortlaunch.planning.describe import describe_plan
 from ortlaunch.planning.hosts import Host
 from ortlaunch.rank import Rank
-from ortlaunch.recipe.rules.rules import broken
+from ortlaunch.recipe.rules.rules import broken_rule_problems
 from ortlaunch.units import human_bytes
 from tests.makers import bert, host, plan, recipe
 
@@ -55,7 +55,7 @@ def test_batch_equation(given: dict[str, Any], ranks: int, solved: tuple[int, in
 @pytest.mark.parametrize("given", [batch(64, None, None), batch(None, 4, 2)])
 def test_what_is_enough_for_the_equation(given: dict[str, Any]) -> None:
     """The global batch alone is enough, and so are the other two values together."""
-    assert list(broken(recipe(batch=given))) == []
+    assert list(broken_rule_problems(recipe(batch=given))) == []
 
 
 NOT_WHOLE = "batch: global_size (%s) is not a multiple of %s; %s would be valid"
@@ -238,7 +238,7 @@ def test_a_forwarded_value_is_nowhere_in_the_plan() -> None:
     made = plan(asked, environ={"API_KEY": "s3cret", "HF_TOKEN": "s3cret"})
     assert made.forward == ("API_KEY", "HF_TOKEN")
     # All texts that may be written or printed.
-    for text in (made.to_json(), describe(made, asked), repr(made)):
+    for text in (made.to_json(), describe_plan(made, asked), repr(made)):
         assert "s3cret" not in text
         assert "API_KEY" in text
 
@@ -254,7 +254,7 @@ def test_a_forwarded_value_is_nowhere_in_the_plan() -> None:
 )
 def test_the_slots_of_a_host_are_one_short_line(devices: tuple[int, ...], shown: str) -> None:
     """The slots of a host fit into one short line."""
-    lines = describe(
+    lines = describe_plan(
         plan(recipe(), [Host("a", len(devices), devices)], "mpi"), recipe()
     ).splitlines()
     assert lines[1].endswith(f", slots {shown}")
@@ -264,7 +264,7 @@ def test_describe_names_every_part() -> None:
     """The page shows hosts with ranks, rendezvous, batch, and memory by stage."""
     asked = bert(zero={"stage": 1}, batch=batch(64, 4, None))
     made = plan(asked, [host("a", 2), Host("b", 2, (0, 3))], "mpi", environ={"NCCL_DEBUG": "WARN"})
-    lines = describe(made, asked).splitlines()
+    lines = describe_plan(made, asked).splitlines()
     assert lines[:4] == [
         "made: 4 ranks on 2 hosts, cpu, launcher mpi",
         "  a: ranks 0-1, slots 0,1",
@@ -285,7 +285,9 @@ def test_describe_names_every_part() -> None:
 def test_the_plain_case_is_told_briefly() -> None:
     """The page of one process without ZeRO has no rendezvous, forwarded names or table of stages."""
     asked = bert(train={"epochs": 3})
-    lines = describe(plan(asked, environ={"PATH": "/bin", "HF_HOME": "/x"}), asked).splitlines()
+    lines = describe_plan(
+        plan(asked, environ={"PATH": "/bin", "HF_HOME": "/x"}), asked
+    ).splitlines()
     assert [line.split(":")[0].strip() for line in lines[:4]] == [
         "made",
         "batch",
@@ -309,7 +311,7 @@ def test_the_plain_case_is_told_briefly() -> None:
 def test_describe_many_hosts_briefly() -> None:
     """The page of ten thousand hosts is short."""
     made = plan(recipe(), [host(f"n{i}", 8) for i in range(10_000)], "mpi")
-    lines = describe(made, recipe()).splitlines()
+    lines = describe_plan(made, recipe()).splitlines()
     assert lines[0] == "made: 80,000 ranks on 10,000 hosts, cpu, launcher mpi"
     assert lines[5] == "  ... 9994 more hosts"
     assert lines[7].startswith("  n9999: ranks 79992-79999,")
@@ -324,7 +326,7 @@ def test_describe_a_model_that_is_not_known() -> None:
     ):
         unknown = bert(model={"task": "causal-lm", "config": {"model_type": kind}})
         assert plan(unknown).memory is None
-        page = " ".join(describe(plan(unknown), unknown).split())
+        page = " ".join(describe_plan(plan(unknown), unknown).split())
         assert f"memory: unknown: {reason}" in page
     # Of adapters the field that has no estimate is named.
     for lora, field in (
@@ -334,10 +336,10 @@ def test_describe_a_model_that_is_not_known() -> None:
         config = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64,
                   "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}  # fmt: skip
         unknown = bert(model={"task": "causal-lm", "config": config, "lora": lora})
-        page = " ".join(describe(plan(unknown), unknown).split())
+        page = " ".join(describe_plan(plan(unknown), unknown).split())
         assert f"unknown: adapters with these model.lora.{field} have no estimate" in page
     # A known model has the table.
-    assert "memory: 1" in describe(plan(bert()), bert())
+    assert "memory: 1" in describe_plan(plan(bert()), bert())
 
 
 @pytest.mark.parametrize(

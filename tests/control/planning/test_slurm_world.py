@@ -54,7 +54,7 @@ def test_inside_slurm(
 ) -> None:
     """A step of several tasks is a launcher; a batch script, and a shell in an allocation, are not."""
     found = resolved(None, LaunchOptions(), **environ)
-    assert (found.inside, found.hosts) == (inside, hosts)
+    assert (found.enclosing_rank, found.hosts) == (inside, hosts)
     assert found.launcher == ("inside" if inside else "local")
 
 
@@ -75,7 +75,7 @@ def test_slurm_names_its_hosts(
         rank.rank, rank.world_size, rank.local_rank, layout, len(hosts) - 1 if rank.rank else 0
     )
     found = resolved(None, LaunchOptions(), **{**environ, "SLURM_STEP_NODELIST": names})
-    assert (found.hosts, found.inside) == (hosts, rank)
+    assert (found.hosts, found.enclosing_rank) == (hosts, rank)
 
 
 def test_slurm_names_that_do_not_fit() -> None:
@@ -145,4 +145,4 @@ def test_a_slurm_script_on_one_node(
 ) -> None:
     """A script trains like any shell if it uses all of the job, or if the recipe limits the ranks."""
     found = resolved(launch, **environ)
-    assert (sum(host.slots for host in found.hosts), found.inside) == (ranks, None)
+    assert (sum(host.slots for host in found.hosts), found.enclosing_rank) == (ranks, None)

@@ -148,7 +148,7 @@ def test_inside_a_launcher_with_gpus() -> None:
 def test_one_rank_of_a_launcher_may_start_more() -> None:
     """`mpirun -n 1 ortlaunch train --nproc-per-node 2` starts two ranks of its own."""
     found = resolved(None, LaunchOptions(processes_per_node=2), **open_mpi(0, 1, 0, 1))
-    assert (found.launcher, found.inside, found.hosts) == (
+    assert (found.launcher, found.enclosing_rank, found.hosts) == (
         "torchrun",
         None,
         (host("localhost", 2),),
@@ -231,7 +231,7 @@ def test_host_file(
     """Hosts, slots and filters of a file decide the world; a file of this machine needs no mpirun."""
     path = written(tmp_path, text)
     found = resolved(launch, options._replace(hostfile=path))
-    assert (found.hosts, found.launcher, found.inside) == (hosts, launcher, None)
+    assert (found.hosts, found.launcher, found.enclosing_rank) == (hosts, launcher, None)
     assert found.notes[0].startswith(f"{path}: read as ")
     assert found.notes[0].endswith(f"; hosts: {len(hosts)}")
     # Only runs on other hosts get the note.

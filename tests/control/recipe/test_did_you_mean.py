@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ortlaunch.errors import RecipeError
-from ortlaunch.recipe import load
+from ortlaunch.recipe import load_recipe
 from ortlaunch.resolve import shipped
 
 STOP = "use train.stop_after: {metric: loss, evaluations: ...}"
@@ -33,5 +33,5 @@ WHOLE = "use zero.stage, which shards over the ranks (there is no tensor, pipeli
 def test_advice(override: str, advice: str) -> None:
     """The first line has the way that works, or says that there is none."""
     with pytest.raises(RecipeError) as caught:
-        load(shipped.find("bert-large/tiny"), [override])
+        load_recipe(shipped.find_shipped_recipe("bert-large/tiny"), [override])
     assert advice in str(caught.value).splitlines()[0]

@@ -17,17 +17,17 @@ from ortlaunch.model_tasks import MODEL_TASKS
 from ortlaunch.other_tools import import_config
 from ortlaunch.planning.hosts import read_hostfile
 from ortlaunch.planning.world import LaunchOptions
-from ortlaunch.recipe import load
+from ortlaunch.recipe import load_recipe
 from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.recipe.first_rows import first_row_problems
 from ortlaunch.recipe.inputs import (
-    doubtful,
+    content_problems,
+    doubtful_value_problems,
     matching_files,
-    missing_files,
-    unknown_type,
-    wrong_contents,
+    missing_file_problems,
+    unknown_model_type_problems,
 )
-from ortlaunch.resolve.resolve import ResolvedRun, resolve
+from ortlaunch.resolve.resolve import ResolvedRun, resolve_command
 from ortlaunch.user_modules import unloadable_factories
 from tests.control.typed import Run
 from tests.makers import CUSTOM, OWN_MODULE, WORDS, bert, recipe
@@ -135,7 +135,7 @@ def test_a_factory_is_found_without_being_run(factory: str, said: str | None) ->
 )
 def test_missing_files(sections: dict[str, Any], said: list[str]) -> None:
     """Each pattern without a match is reported, but no name of a model on the hub."""
-    found = [text for paths, text in missing_files(bert(**sections))]
+    found = [text for paths, text in missing_file_problems(bert(**sections))]
     assert [text.startswith(part) for text, part in zip(found, said)] == [True] * len(said)
     assert len(found) == len(said)
 
@@ -182,7 +182,7 @@ def test_columns_of_the_first_row(
     Path("array.json").write_text('[ {"a": 1, "b": 2}, {"text": 1}]')
     Path("utf16.csv").write_text(table, encoding="utf-16")
     data = {**WORDS, "train": train, "evaluation": evaluation}
-    found = wrong_contents(bert(model={"task": task}, data=data))
+    found = content_problems(bert(model={"task": task}, data=data))
     assert [f"{paths[0]} {text}" for paths, text in found] == said
 
 
@@ -228,7 +228,7 @@ def test_pointers_of_git_lfs(
         **{"data": {**WORDS, "tokenizer": "m"}, **sections},
     )
     # The tokenizer is in the same folder.
-    found = [*dict.fromkeys(text for _, text in missing_files(made))]
+    found = [*dict.fromkeys(text for _, text in missing_file_problems(made))]
     assert found == [
         f"{name} is a pointer of git-lfs in place of the file; type in its folder: git lfs pull"
         for name in said
@@ -237,7 +237,7 @@ def test_pointers_of_git_lfs(
 
 @pytest.mark.parametrize(
     "read",
-    [load, read_hostfile, lambda path: import_config(path, None, None, ())],
+    [load_recipe, read_hostfile, lambda path: import_config(path, None, None, ())],
 )
 def test_pointers_in_place_of_what_a_person_writes(read: Callable[[Path], object]) -> None:
     """A recipe, a host file and another tool's config may be kept in git-lfs, as *.json often is."""
@@ -269,19 +269,19 @@ def test_more_tokens_than_rows(vocabulary: Any, sections: dict[str, Any], said: 
     model = {"task": "masked-lm", "pretrained": "m"}
     data = {**WORDS, "tokenizer": "m", **sections}
     # "a" is added and in the vocabulary, and counts once.
-    assert [text for _, text in wrong_contents(bert(model=model, data=data))] == said
+    assert [text for _, text in content_problems(bert(model=model, data=data))] == said
     larger = {**model, "config": {"vocab_size": 6}}
-    assert not list(wrong_contents(bert(model=larger, data=data)))
+    assert not list(content_problems(bert(model=larger, data=data)))
     # What transformers alone can read is left to it.
     Path("m/tokenizer.json").write_text("[]")
-    assert not list(wrong_contents(bert(model=model, data=data)))
+    assert not list(content_problems(bert(model=model, data=data)))
 
 
 def test_a_name_with_letters_of_patterns() -> None:
     """A file is found by its name, though the name is a pattern that does not match it."""
     Path("data/c [v2].txt").touch()
     named = {**WORDS, "train": {"format": "text", "path": ["data/c [v2].txt"]}}
-    assert list(missing_files(bert(data=named))) == []
+    assert list(missing_file_problems(bert(data=named))) == []
     assert matching_files("data/c [v2].txt") == ["data/c [v2].txt"]
     assert matching_files("data/[ab].txt") == ["data/a.txt"]
 
@@ -295,9 +295,13 @@ def test_a_file_that_is_listed_twice() -> None:
     ):
         made = bert(data={**WORDS, "train": {"format": "text", "path": paths}})
         text = f"{Path('data/a.txt').resolve()} is listed {count} times, and is read as often"
-        assert list(doubtful(made)) == [(("data.train.path",), text)]
+        assert list(doubtful_value_problems(made)) == [(("data.train.path",), text)]
     assert (
-        list(doubtful(bert(data={**WORDS, "train": {"format": "text", "path": ["data/a.txt"]}})))
+        list(
+            doubtful_value_problems(
+                bert(data={**WORDS, "train": {"format": "text", "path": ["data/a.txt"]}})
+            )
+        )
         == []
     )
 
@@ -316,7 +320,7 @@ def test_a_file_that_is_listed_twice() -> None:
 )  # fmt: skip
 def test_where_a_path_leads(sections: dict[str, Any], text: str) -> None:
     """A missing file, a URL and a variable that is not expanded are reported with a remedy."""
-    ((_, found),) = missing_files(bert(**sections))
+    ((_, found),) = missing_file_problems(bert(**sections))
     assert text in found
 
 
@@ -324,13 +328,13 @@ def test_a_model_type_that_transformers_does_not_have() -> None:
     """An unknown model type is refused with the nearest known name."""
     # The known types are read from the source of transformers.
     config = {"model_type": "llamma", "vocab_size": 64}
-    ((_, text),) = unknown_type(bert(model={"task": "causal-lm", "config": config}))
+    ((_, text),) = unknown_model_type_problems(bert(model={"task": "causal-lm", "config": config}))
     assert text.endswith("did you mean llama?")
     # Names with a hyphen are types as well.
     for known in ("gpt2", "modernbert", "gpt-sw3"):
         assert (
             list(
-                unknown_type(
+                unknown_model_type_problems(
                     bert(model={"task": "causal-lm", "config": {**config, "model_type": known}})
                 )
             )
@@ -370,7 +374,7 @@ def test_a_learning_rate_that_is_most_likely_a_slip(ortlaunch: Run) -> None:
 def resolved(asked: LaunchOptions, **sections: Any) -> ResolvedRun:
     """Resolve a recipe with these sections, which is written to this folder."""
     Path("recipe.yaml").write_text(yaml.safe_dump({**CUSTOM, **sections}))
-    return resolve(Path("recipe.yaml"), (), asked, {})
+    return resolve_command(Path("recipe.yaml"), (), asked, {})
 
 
 @pytest.mark.parametrize(

@@ -18,13 +18,13 @@ from ortlaunch.errors import PlanError
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe.fields.engine import Engine
 from ortlaunch.recipe.fields.ort_variables import (
-    FIELDS,
     HARMLESS,
     LEFT_OUT,
-    contradictions,
+    ORT_VARIABLES,
+    variable_contradictions,
     variables_in,
 )
-from ortlaunch.resolve.resolve import resolve
+from ortlaunch.resolve.resolve import resolve_command
 from tests.makers import CUSTOM, OWN_MODULE
 
 # variable -> (a text that agrees with an engine section, that section, a text that contradicts it).
@@ -77,7 +77,7 @@ def said(name: str, text: str, **engine: Any) -> str:
     return "".join(
         # HOME: other variables of the environment are ignored.
         message
-        for _, message in contradictions(Engine(**engine), {name: text, "HOME": "x"})
+        for _, message in variable_contradictions(Engine(**engine), {name: text, "HOME": "x"})
     )
 
 
@@ -86,12 +86,12 @@ def test_a_variable_must_say_what_its_field_says(name: str) -> None:
     """A variable that contradicts its field is refused with the field's name and value."""
     agreeing, engine, other = TEXTS[name]
     assert said(name, agreeing, **engine) == ""
-    value = getattr(Engine(**engine), FIELDS[name].field)
+    value = getattr(Engine(**engine), ORT_VARIABLES[name].field)
     # As YAML writes it.
     shown = str(value).lower() if isinstance(value, bool) else value
     assert (
         said(name, other, **engine)
-        == f"contradicts engine.{FIELDS[name].field} ({shown}); set the field instead"
+        == f"contradicts engine.{ORT_VARIABLES[name].field} ({shown}); set the field instead"
     )
 
 
@@ -111,8 +111,8 @@ def test_an_open_field_contradicts_every_text() -> None:
 
 def test_each_field_has_at_most_one_variable() -> None:
     """Every variable's field exists, and the tables above cover all variables."""
-    assert {variable.field for variable in FIELDS.values()} <= set(Engine.model_fields)
-    assert set(TEXTS) | set(FILES) == set(FIELDS)
+    assert {variable.field for variable in ORT_VARIABLES.values()} <= set(Engine.model_fields)
+    assert set(TEXTS) | set(FILES) == set(ORT_VARIABLES)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_every_variable_that_onnx_runtime_reads_is_known() -> None:
     }
     # Otherwise the pattern no longer matches the source.
     assert len(found) >= 25
-    assert found <= {*FIELDS, *LEFT_OUT, *HARMLESS}
+    assert found <= {*ORT_VARIABLES, *LEFT_OUT, *HARMLESS}
 
 
 # -----------------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ def resolved(folder: Path, environ: dict[str, str], **engine: Any) -> tuple[str,
     """Return the notes of a run with these engine settings in this environment."""
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump({**CUSTOM, "engine": {"name": "ort", **engine}}))
-    return resolve(path, (), LaunchOptions(), environ).notes
+    return resolve_command(path, (), LaunchOptions(), environ).notes
 
 
 def test_a_contradiction_ends_the_command_before_anything_starts(tmp_path: Path) -> None:
@@ -233,7 +233,7 @@ def test_the_run_record_keeps_the_variables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """environment.json has the variables of the shell and of launch.env."""
-    from ortlaunch.resolve.prepare import prepare
+    from ortlaunch.resolve.prepare import write_and_announce_run
     from ortlaunch.run_folder.folder import RunDir
 
     monkeypatch.setenv("ORTMODULE_LOG_LEVEL", "ERROR")
@@ -241,6 +241,6 @@ def test_the_run_record_keeps_the_variables(
     sections = {"engine": {"name": "ort"}, "launch": {"env": {"ORTMODULE_MEMORY_OPT_LEVEL": "0"}}}
     path.write_text(yaml.safe_dump({**CUSTOM, **sections}))
     run = RunDir(tmp_path / "run")
-    prepare(resolve(path, (), LaunchOptions(), os.environ), run)
+    write_and_announce_run(resolve_command(path, (), LaunchOptions(), os.environ), run)
     kept = json.loads(run.environment.read_text())["ortmodule_variables"]
     assert kept == {"ORTMODULE_LOG_LEVEL": "ERROR", "ORTMODULE_MEMORY_OPT_LEVEL": "0"}

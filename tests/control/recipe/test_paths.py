@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ortlaunch.recipe import RecipeFile, load
+from ortlaunch.recipe import RecipeFile, load_recipe
 from ortlaunch.recipe.fields.data import Corpus
 
 TEXT = """\
@@ -33,7 +33,7 @@ def loaded(path: str = "a.txt", model: str = "base", *overrides: str) -> RecipeF
     """Return the recipe of a folder `there`, seen from the folder above it."""
     Path("there").mkdir(exist_ok=True)
     Path("there/r.yaml").write_text(TEXT.format(path=path, model=model))
-    return load("there/r.yaml", overrides)
+    return load_recipe("there/r.yaml", overrides)
 
 
 def paths(file: RecipeFile) -> list[tuple[str, ...]]:
@@ -64,8 +64,8 @@ def test_of_a_base_and_of_the_command_line() -> None:
     loaded("*.txt")
     Path("there/a.txt").touch()
     Path("top.yaml").write_text("extends: there/r.yaml\ndata: {evaluation: null}\n")
-    assert paths(load("top.yaml")) == [("there/*.txt",)]
-    file = load("top.yaml", ("data.train.path=a.txt",))
+    assert paths(load_recipe("top.yaml")) == [("there/*.txt",)]
+    file = load_recipe("top.yaml", ("data.train.path=a.txt",))
     assert paths(file) == [("a.txt",)]
     # From the recipe's own folder there is no choice.
     assert not loaded("a.txt", "base", "data.train=python-docs").notes
@@ -80,7 +80,7 @@ def test_parts_of_a_mixture() -> None:
         f"extends: r.yaml\ndata: {{train: {train}, evaluation: null}}\n"
     )
     loaded()
-    file = load("there/mix.yaml")
+    file = load_recipe("there/mix.yaml")
     assert [getattr(part.source, "path", None) for part in file.recipe.data.parts] == [
         ("there/a.txt",),
         None,
@@ -135,4 +135,4 @@ def test_letters_of_patterns_in_names(path: str, expected: str) -> None:
     Path("d [1]").mkdir()
     for name in ("a.txt", "b [v2].txt", "r.yaml"):
         Path("d [1]", name).write_text(TEXT.format(path=path, model="base"))
-    assert paths(load("d [1]/r.yaml"))[0] == (expected,)
+    assert paths(load_recipe("d [1]/r.yaml"))[0] == (expected,)

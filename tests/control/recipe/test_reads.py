@@ -13,7 +13,7 @@ import yaml
 
 from ortlaunch.errors import RecipeError
 from ortlaunch.planning.world import LaunchOptions
-from ortlaunch.resolve.resolve import resolve
+from ortlaunch.resolve.resolve import resolve_command
 from tests.makers import CUSTOM
 
 pytestmark = pytest.mark.usefixtures("workbench")
@@ -72,13 +72,19 @@ def test_a_further_override_reads_nothing() -> None:
 
     The host file may be a pipe, which cannot be read twice.
     """
-    base = resolve(Path("top.yaml"), ["train.max_steps=7"], LaunchOptions(hostfile="hosts"), {})
+    base = resolve_command(
+        Path("top.yaml"), ["train.max_steps=7"], LaunchOptions(hostfile="hosts"), {}
+    )
     for name in ("base.yaml", "middle.yaml", "top.yaml", "hosts"):
         # A second read would fail now.
         os.unlink(name)
-    for made in (base.with_overrides("seed=9"), base.with_choice("seed=9")):
-        assert made.file.overrides == ("train.max_steps=7", "seed=9")
-        assert (made.file.recipe.name, made.file.recipe.seed, made.file.recipe.train.max_steps) == (
+    for made in (base.apply_overrides("seed=9"), base.apply_auto_results("seed=9")):
+        assert made.recipe_file.overrides == ("train.max_steps=7", "seed=9")
+        assert (
+            made.recipe_file.recipe.name,
+            made.recipe_file.recipe.seed,
+            made.recipe_file.recipe.train.max_steps,
+        ) == (
             "top",
             9,
             7,
@@ -87,4 +93,4 @@ def test_a_further_override_reads_nothing() -> None:
     with pytest.raises(
         RecipeError, match=r"override 'sed=9': sed: unknown key; did you mean seed\?"
     ):
-        base.with_overrides("sed=9")
+        base.apply_overrides("sed=9")

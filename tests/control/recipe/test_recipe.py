@@ -8,15 +8,15 @@ import pytest
 import yaml
 
 from ortlaunch.errors import RecipeError
-from ortlaunch.recipe import load, parse_resolved, to_yaml
+from ortlaunch.recipe import dump_recipe_yaml, load_recipe, parse_resolved
 from ortlaunch.recipe.fields.data import Corpus, TokenizerTraining
-from ortlaunch.recipe.fields.field_lookup import names_in, section_at
+from ortlaunch.recipe.fields.field_lookup import first_model_at_path, section_keys
 from ortlaunch.recipe.fields.recipe import Recipe
 from ortlaunch.recipe.hints.keys_of_other_tools import FOREIGN
 from ortlaunch.recipe.hints.messages import EXAMPLES
 from ortlaunch.recipe.rules.rules import device_rules
 from ortlaunch.recipe.text import yaml_text
-from ortlaunch.recipe.text.place import KeyPath, dotted
+from ortlaunch.recipe.text.place import KeyPath, format_key_path
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 # Line and column of its keys are used in test_a_problem_is_placed_in_the_file_that_wrote_it.
@@ -38,7 +38,7 @@ def recipe(folder: Path, text: str = BASE, *overrides: str) -> Recipe:
     """Return the recipe of a text with overrides."""
     path = folder / "recipe.yaml"
     path.write_text(text, encoding="utf-8")
-    return load(path, overrides).recipe
+    return load_recipe(path, overrides).recipe
 
 
 def top(folder: Path, text: str, *overrides: str) -> Recipe:
@@ -82,16 +82,16 @@ def test_every_way_to_write_a_number_is_a_number(
 
 def test_the_slow_parser_reads_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """PyYAML without libyaml gives the same recipes."""
-    fast = [load(path).recipe for path in sorted(RECIPES.rglob("*.yaml"))]
+    fast = [load_recipe(path).recipe for path in sorted(RECIPES.rglob("*.yaml"))]
     # Read at each call of the parser.
     monkeypatch.setattr(yaml_text, "_FAST_LOADER", yaml.SafeLoader)
-    assert [load(path).recipe for path in sorted(RECIPES.rglob("*.yaml"))] == fast
+    assert [load_recipe(path).recipe for path in sorted(RECIPES.rglob("*.yaml"))] == fast
 
 
 def test_phase_2_extends_phase_1() -> None:
     """Phase 2 inherits the fields of phase 1 that it does not set."""
-    first = load(RECIPES / "bert-large/phase1.yaml").recipe
-    second = load(RECIPES / "bert-large/phase2.yaml").recipe
+    first = load_recipe(RECIPES / "bert-large/phase1.yaml").recipe
+    second = load_recipe(RECIPES / "bert-large/phase2.yaml").recipe
     assert second.model.config == first.model.config
     assert second.data.masked_lm is not None
     assert (second.data.masked_lm.probability, second.data.masked_lm.max_predictions) == (0.15, 80)
@@ -153,13 +153,13 @@ def test_a_problem_is_placed_in_the_file_that_wrote_it(tmp_path: Path) -> None:
         [f"{path}:3:18", "model.config.num_attention_heads"],
         ["override 'seed=-1'", "seed"],
     ]
-    loaded = load(_written(tmp_path, "extends: base.yaml\nseed: 3\n"))
-    assert loaded.explain((("seed",), "is odd")) == f"{path}:2:1: seed: is odd"
-    assert loaded.explain((("optimizer.momentum",), "is high")).startswith(
+    loaded = load_recipe(_written(tmp_path, "extends: base.yaml\nseed: 3\n"))
+    assert loaded.problem_line((("seed",), "is odd")) == f"{path}:2:1: seed: is odd"
+    assert loaded.problem_line((("optimizer.momentum",), "is high")).startswith(
         f"{tmp_path}/base.yaml:9:24: "
     )
     # A key that is written nowhere: the place of the recipe.
-    assert loaded.explain((("precision",), "is low")) == f"{path}:1:1: precision: is low"
+    assert loaded.problem_line((("precision",), "is low")) == f"{path}:1:1: precision: is low"
 
 
 def _written(folder: Path, text: str) -> Path:
@@ -237,10 +237,10 @@ def test_an_override_is_named_in_errors_that_it_causes(tmp_path: Path) -> None:
 )
 def test_a_resolved_recipe_is_the_same_recipe(path: Path, tmp_path: Path) -> None:
     """A resolved recipe can be parsed by the worker and loaded as a recipe, with equal results."""
-    found = load(path).recipe
-    text = to_yaml(found)
+    found = load_recipe(path).recipe
+    text = dump_recipe_yaml(found)
     assert parse_resolved(text) == found
-    assert load(_written(tmp_path, text)).recipe == found
+    assert load_recipe(_written(tmp_path, text)).recipe == found
 
 
 def test_words_that_look_like_numbers_survive_being_written(tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def test_words_that_look_like_numbers_survive_being_written(tmp_path: Path) -> N
     }
     overrides = [f"launch.env.{name}='{word}'" for name, word in words.items()]
     found = recipe(tmp_path, BASE, *overrides)
-    text = to_yaml(found)
+    text = dump_recipe_yaml(found)
     assert (
         parse_resolved(text).launch.env
         == recipe(tmp_path, text).launch.env
@@ -268,7 +268,7 @@ def test_words_that_look_like_numbers_survive_being_written(tmp_path: Path) -> N
 
 def test_a_recipe_cannot_be_changed() -> None:
     """A recipe is immutable, because many parts of the program share it."""
-    found = load(RECIPES / "bert-large/tiny.yaml").recipe
+    found = load_recipe(RECIPES / "bert-large/tiny.yaml").recipe
     with pytest.raises(ValueError, match="frozen"):
         found.seed = 1  # type: ignore[misc]
 
@@ -285,19 +285,19 @@ def test_device_rules_speak_of_a_device_that_is_found_later(tmp_path: Path) -> N
 def test_hints_point_at_keys_that_exist() -> None:
     """A hint that begins with a section of the recipe names an existing key of it."""
     for key, entry in FOREIGN.items():
-        path = tuple(entry.ours.split()[0].rstrip(",:").split("."))
+        path = tuple(entry.recipe_key_or_remedy.split()[0].rstrip(",:").split("."))
         # Other entries are sentences, or a key with a value as `precision: fp16`.
-        if path[0] in names_in(()) and (len(path) > 1 or ":" not in entry.ours):
-            assert section_at(path[:-1]) is not None, (key, entry)
-            assert path[-1] in names_in(path[:-1]), (key, entry)
+        if path[0] in section_keys(()) and (len(path) > 1 or ":" not in entry.recipe_key_or_remedy):
+            assert first_model_at_path(path[:-1]) is not None, (key, entry)
+            assert path[-1] in section_keys(path[:-1]), (key, entry)
 
 
 def test_no_hint_speaks_of_a_key_that_is_ours() -> None:
     """No key at the top of a recipe is called a foreign key."""
-    assert [key for key in FOREIGN if "." not in key and key in names_in(())] == []
+    assert [key for key in FOREIGN if "." not in key and key in section_keys(())] == []
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=dotted)
+@pytest.mark.parametrize("path", EXAMPLES, ids=format_key_path)
 def test_examples_in_messages_are_valid(path: KeyPath, tmp_path: Path) -> None:
     """Every example in an error message is a valid value."""
     # BASE is changed so that no example contradicts it.
@@ -305,4 +305,4 @@ def test_examples_in_messages_are_valid(path: KeyPath, tmp_path: Path) -> None:
         "optimizer: {name: adamw, momentum: null}\nmodel: {pretrained: some-model, config: null}\n"
     )
     plain += "submit: {kubernetes: {image: a, runs: /data/runs, volumes: {training: /data}}}\n"
-    top(tmp_path, plain, f"{dotted(path)}={EXAMPLES[path]}")
+    top(tmp_path, plain, f"{format_key_path(path)}={EXAMPLES[path]}")

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from ortlaunch.errors import RecipeError
-from ortlaunch.recipe import load, to_yaml
+from ortlaunch.recipe import dump_recipe_yaml, load_recipe
 from ortlaunch.recipe.text import yaml_text
 
 FOLDER = Path(__file__).parents[2] / "recipes_broken"
@@ -27,7 +27,7 @@ LOADERS = {"libyaml": yaml_text._FAST_LOADER, "pyyaml": yaml.SafeLoader}
 def problems(path: Path, *overrides: str) -> tuple[str, ...]:
     """Return the problems of a recipe; () for a valid one."""
     try:
-        load(path, overrides)
+        load_recipe(path, overrides)
     except RecipeError as error:
         return error.problems
     return ()
@@ -272,7 +272,9 @@ def test_mutated_recipes_load_or_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [[], {}, "x", -1], ids=repr)
 def test_every_field_of_another_kind_is_a_message(value: Any, tmp_path: Path) -> None:
     """A wrong type in all fields at once gives a message for each field, and no traceback."""
-    whole = yaml.safe_load(to_yaml(load(RECIPES / "llama2-7b" / "tiny.yaml").recipe))
+    whole = yaml.safe_load(
+        dump_recipe_yaml(load_recipe(RECIPES / "llama2-7b" / "tiny.yaml").recipe)
+    )
     sections = {
         name: dict.fromkeys(section, value)
         for name, section in whole.items()

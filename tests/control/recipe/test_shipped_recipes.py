@@ -13,14 +13,18 @@ from typing import Any
 import pydantic
 import pytest
 
-from ortlaunch.planning.memory import estimate
-from ortlaunch.recipe import Recipe, load
-from ortlaunch.recipe.fields.field_lookup import _paths, models_in, section_at
-from ortlaunch.recipe.manual.reference import markdown
-from ortlaunch.recipe.manual.schema import json_schema
+from ortlaunch.planning.memory import estimate_rank_memory
+from ortlaunch.recipe import Recipe, load_recipe
+from ortlaunch.recipe.fields.field_lookup import (
+    _all_field_paths,
+    first_model_at_path,
+    models_of_section,
+)
+from ortlaunch.recipe.manual.reference import recipe_markdown
+from ortlaunch.recipe.manual.schema import editor_schema_text
 from ortlaunch.recipe.rules.resume_rules import RULES
 from ortlaunch.recipe.text import yaml_text
-from ortlaunch.recipe.text.place import dotted
+from ortlaunch.recipe.text.place import format_key_path
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 FILES = sorted(RECIPES.rglob("*.yaml"))
@@ -31,24 +35,24 @@ each_recipe = pytest.mark.parametrize(
 
 def shipped(name: str, *overrides: str) -> Recipe:
     """Return a shipped recipe by name."""
-    return load(RECIPES / f"{name}.yaml", overrides).recipe
+    return load_recipe(RECIPES / f"{name}.yaml", overrides).recipe
 
 
 def as_editors_read(text: str) -> Any:
     """Return the plain values of a YAML text, with `1e-5` as a number, as in YAML 1.2."""
-    return yaml_text.parse(text, "recipe", []).plain()
+    return yaml_text.parse_yaml(text, "recipe", []).plain_value()
 
 
 @functools.cache
 def schema() -> dict[str, Any]:
     """Return the JSON schema."""
-    return dict(json.loads(json_schema()))
+    return dict(json.loads(editor_schema_text()))
 
 
 @functools.cache
 def page() -> list[str]:
     """Return the lines of docs/recipe.md."""
-    return markdown().splitlines()
+    return recipe_markdown().splitlines()
 
 
 @functools.cache
@@ -91,7 +95,7 @@ def test_the_families_are_complete() -> None:
 @each_recipe
 def test_a_shipped_recipe_loads_and_names_the_schema(path: Path) -> None:
     """A recipe's first line names the schema by its relative path, for editors."""
-    load(path)
+    load_recipe(path)
     # The comment that editors' YAML language servers read.
     key, schema = path.read_text(encoding="utf-8").splitlines()[0].split("$schema=")
     assert key == "# yaml-language-server: "
@@ -114,7 +118,7 @@ as_newer_pydantic_words_it = pytest.mark.skipif(
 @as_newer_pydantic_words_it
 def test_the_schema_file_is_up_to_date() -> None:
     """recipes/schema.json is the output of `ortlaunch schema`."""
-    assert (RECIPES / "schema.json").read_text(encoding="utf-8") == json_schema()
+    assert (RECIPES / "schema.json").read_text(encoding="utf-8") == editor_schema_text()
 
 
 @as_newer_pydantic_words_it
@@ -127,7 +131,7 @@ def test_each_row_of_the_manual_has_four_cells() -> None:
 
 def test_the_reference_is_up_to_date() -> None:
     """docs/recipe.md is the output of `ortlaunch schema --markdown`."""
-    assert (RECIPES.parent / "docs" / "recipe.md").read_text(encoding="utf-8") == markdown()
+    assert (RECIPES.parent / "docs" / "recipe.md").read_text(encoding="utf-8") == recipe_markdown()
 
 
 @pytest.mark.parametrize(
@@ -164,7 +168,7 @@ def test_the_schema_is_the_models_with_extends() -> None:
 
     It requires nothing of a file with `extends`.
     """
-    assert json_schema() == json.dumps(schema(), indent=2, sort_keys=True) + "\n"
+    assert editor_schema_text() == json.dumps(schema(), indent=2, sort_keys=True) + "\n"
     assert set(schema()["properties"]) == {*Recipe.model_fields, "extends"}
     assert schema()["properties"]["extends"]["type"] == "string"
     assert schema()["$schema"].startswith("https://json-schema.org/")
@@ -194,7 +198,7 @@ def test_the_schema_finds_faults(text: str) -> None:
 
 def test_null_is_the_default_for_editors_too(tmp_path: Path) -> None:
     """null is valid by the schema for every field with a default, as error messages advise it."""
-    whole = json.loads(json_schema())
+    whole = json.loads(editor_schema_text())
     for name, field in whole["properties"].items():
         assert editor().is_valid({"extends": "a.yaml", name: None}) == ("default" in field), name
     for section in ("engine", "launch", "log", "schedule", "checkpoint"):
@@ -203,7 +207,7 @@ def test_null_is_the_default_for_editors_too(tmp_path: Path) -> None:
         # The loader must accept the same nulls as the schema.
         text = f"extends: {RECIPES}/bert-large/tiny.yaml\n{section}: {json.dumps(fields)}\n"
         (tmp_path / "recipe.yaml").write_text(text)
-        load(tmp_path / "recipe.yaml")
+        load_recipe(tmp_path / "recipe.yaml")
 
 
 def test_the_schema_takes_one_path_or_a_list() -> None:
@@ -298,7 +302,7 @@ def test_a_recipe_is_as_published(name: str) -> None:
     }
     assert found == PUBLISHED[name]
     if name.startswith("bert"):
-        load(RECIPES / f"{name}.yaml", ["launch={nodes: 4, processes_per_node: 8}"])
+        load_recipe(RECIPES / f"{name}.yaml", ["launch={nodes: 4, processes_per_node: 8}"])
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -327,8 +331,8 @@ def test_full_size_bert_large_takes_the_overrides_of_a_trial() -> None:
 
 def test_parameters_are_those_of_the_published_models() -> None:
     """The published models have 336 million and 6.74 billion parameters."""
-    bert = estimate(shipped("bert-large/phase1"), 1, 8)
-    llama = estimate(shipped("llama2-7b/pretrain"), 1, 8)
+    bert = estimate_rank_memory(shipped("bert-large/phase1"), 1, 8)
+    llama = estimate_rank_memory(shipped("llama2-7b/pretrain"), 1, 8)
     assert bert is not None
     assert llama is not None
     assert round(bert.parameters / 1e6) == 336
@@ -358,9 +362,11 @@ def test_every_field_says_what_a_resume_does_with_it() -> None:
 
     A section that may also be null or a plain value needs one, too.
     """
-    paths = {dotted(path) for path in _paths(Recipe, ())}
+    paths = {format_key_path(path) for path in _all_field_paths(Recipe, ())}
     sections = {
-        path for path in paths if section_at(tuple(path.split("."))) and not _is_optional(path)
+        path
+        for path in paths
+        if first_model_at_path(tuple(path.split("."))) and not _is_optional(path)
     }
     assert paths - sections - set(RULES) == set(), (
         "without a rule in ortlaunch/recipe/rules/resume_rules.py"
@@ -371,7 +377,7 @@ def test_every_field_says_what_a_resume_does_with_it() -> None:
 def _is_optional(path: str) -> bool:
     """Return whether the field may have another value than the section itself."""
     *above, name = path.split(".")
-    section = section_at(tuple(above))
+    section = first_model_at_path(tuple(above))
     assert section is not None
     annotation = section.model_fields[name].annotation
-    return annotation not in models_in(annotation)
+    return annotation not in models_of_section(annotation)

@@ -9,8 +9,8 @@ import pytest
 
 from ortlaunch import recipe
 from ortlaunch.errors import RecipeError
-from ortlaunch.recipe.space import assignments
-from ortlaunch.recipe.text.yaml_text import dump
+from ortlaunch.recipe.space import trial_overrides
+from ortlaunch.recipe.text.yaml_text import dump_yaml
 from tests.makers import CUSTOM
 
 BASE: dict[str, Any] = {
@@ -52,11 +52,11 @@ MISTAKES = [
 def load(folder: Path, space: str, others: str, **sections: Any) -> recipe.RecipeFile:
     """Load a recipe with a sweep in line 3."""
     path = folder / "r.yaml"
-    base = dump({**BASE, **sections})
+    base = dump_yaml({**BASE, **sections})
     (folder / "base.yaml").write_text(base)
     keys = f"trials: 3, {others}" if others and "trials" not in others else others or "trials: 3"
     path.write_text(f"extends: base.yaml\nsweep:\n  {{space: {{{space}}}, {keys}}}\n")
-    return recipe.load(path)
+    return recipe.load_recipe(path)
 
 
 @pytest.mark.parametrize(("space", "others", "message"), MISTAKES)
@@ -78,7 +78,7 @@ def test_a_grid_has_each_combination_once(tmp_path: Path) -> None:
         "sampler: grid",
     ).recipe.sweep
     assert found is not None
-    assert [assignments(fields)[1:] for fields in found.grid()] == [
+    assert [trial_overrides(fields)[1:] for fields in found.grid_combinations()] == [
         ['optimizer.name="adamw"', "seed=1"],
         ['optimizer.name="adamw"', "seed=2"],
         ['optimizer.name="sgd"', "optimizer.momentum=0.1", "seed=1"],
@@ -86,8 +86,8 @@ def test_a_grid_has_each_combination_once(tmp_path: Path) -> None:
         ['optimizer.name="sgd"', "optimizer.momentum=0.2", "seed=1"],
         ['optimizer.name="sgd"', "optimizer.momentum=0.2", "seed=2"],
     ]
-    assert found.most == 3
-    assert found.lines(10)[0] == (
+    assert found.max_trials == 3
+    assert found.summary_lines(10)[0] == (
         "sweep: loss by grid, pruner none, 1 at a time, until 3 trials; at most 30 steps; only "
         "`ortlaunch sweep` searches:"
     )

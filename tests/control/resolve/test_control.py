@@ -20,16 +20,16 @@ from ortlaunch.launch_plan import Plan
 from ortlaunch.ortmodule.build import extensions
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.rank import Rank
-from ortlaunch.recipe import to_yaml
+from ortlaunch.recipe import dump_recipe_yaml
 from ortlaunch.resolve.prepare import (
-    check_folder,
-    differences,
-    earlier,
-    prepare,
-    write_run,
+    check_folder_contents,
+    difference_texts,
+    read_earlier_recipe,
+    write_and_announce_run,
+    write_run_files,
 )
-from ortlaunch.resolve.resolve import ResolvedRun, resolve
-from ortlaunch.resolve.resume import AUTOMATIC, Beginning, Chosen
+from ortlaunch.resolve.resolve import ResolvedRun, resolve_command
+from ortlaunch.resolve.resume import AUTOMATIC_RESUME, ChosenCheckpoint, RunBeginning
 from ortlaunch.run import control, inside
 from ortlaunch.run.job_file import JobFile
 from ortlaunch.run.preparation import (
@@ -63,7 +63,7 @@ def resolved(
     """Resolve a custom recipe with these sections, which is written to a file here."""
     path = Path("recipe.yaml")
     path.write_text(yaml.safe_dump({**CUSTOM, **sections}))
-    return resolve(path, (), asked or LaunchOptions(), environ or {})
+    return resolve_command(path, (), asked or LaunchOptions(), environ or {})
 
 
 def test_settle_run_names_this_python_and_the_recipes_folder(tmp_path: Path) -> None:
@@ -72,7 +72,9 @@ def test_settle_run_names_this_python_and_the_recipes_folder(tmp_path: Path) -> 
     (tmp_path / "sub" / "recipe.yaml").write_text(yaml.safe_dump(CUSTOM))
 
     def settled() -> Plan:
-        return resolve(Path("sub/recipe.yaml"), ["train.max_steps=7"], LaunchOptions(), {}).plan
+        return resolve_command(
+            Path("sub/recipe.yaml"), ["train.max_steps=7"], LaunchOptions(), {}
+        ).plan
 
     plan = settled()
     assert plan.argv[1:] == (start.__file__, "ortlaunch.worker")
@@ -148,7 +150,7 @@ def older(folder: str, steps: int | None = None, **sections: Any) -> RunDir:
     """Write the folder of an earlier run, with a checkpoint after some steps."""
     run = RunDir(folder)
     JobRecord.for_this_process("local", JobState.FAILED).write(run)
-    write_text_atomically(run.recipe, to_yaml(resolved(**sections).file.recipe))
+    write_text_atomically(run.recipe, dump_recipe_yaml(resolved(**sections).recipe_file.recipe))
     if steps:
         write_text_atomically(run.checkpoint_folder(steps) / "COMPLETE", "")
     return run
@@ -205,7 +207,7 @@ def test_a_persons_file_in_a_run_folder(record: str) -> None:
     if record == "submitted":
         write_text_atomically(run.submitted, "")
     write_text_atomically(Path("mine/notes.txt"), "")
-    assert check_folder(run, None, resolved()) == []
+    assert check_folder_contents(run, None, resolved()) == []
 
 
 def test_a_folder_of_a_run_that_never_began() -> None:
@@ -216,7 +218,7 @@ def test_a_folder_of_a_run_that_never_began() -> None:
         with JobFile(run, "local") as file:
             file.record_end(143, "ortlaunch: stopped by SIGTERM", stopped_on_request=True)
     assert sorted(path.name for path in run.path.iterdir()) == ["job.json", "lock"]
-    assert check_folder(run, None, resolved()) == []
+    assert check_folder_contents(run, None, resolved()) == []
 
 
 def test_a_folder_of_a_command_that_was_killed_while_it_wrote() -> None:
@@ -232,8 +234,8 @@ def test_a_folder_of_a_command_that_was_killed_while_it_wrote() -> None:
     # Created before the run, as a user does for a link to another disk.
     run.checkpoints.mkdir()
     made = resolved()
-    assert check_folder(run, None, made) == []
-    write_run(run, made.file.recipe, made.plan)
+    assert check_folder_contents(run, None, made) == []
+    write_run_files(run, made.recipe_file.recipe, made.plan)
     assert not list(run.path.glob(".*"))
 
 
@@ -266,9 +268,9 @@ def test_a_damaged_recipe_beside_a_checkpoint(capsys: pytest.CaptureFixture[str]
     made = resolved()
     run.recipe.write_text("\x01" + run.recipe.read_text()[1:])
     with pytest.raises(RecipeError):
-        earlier(run, made)
+        read_earlier_recipe(run, made)
     write_json_atomically(run.checkpoint_folder(2) / "training.json", {"format": 1})
-    assert earlier(run, made) == made.file.recipe
+    assert read_earlier_recipe(run, made) == made.recipe_file.recipe
     assert (
         "mine/recipe.yaml is replaced by the recipe given: mine/checkpoints/step"
         in capsys.readouterr().out
@@ -333,7 +335,7 @@ def test_a_folder_is_continued(
     """A run folder of this recipe is continued, and every change is listed."""
     run = older("mine", steps)
     made = resolved(**sections)
-    assert list(check_run_can_start(made, run, AUTOMATIC)[1].lines) == lines
+    assert list(check_run_can_start(made, run, AUTOMATIC_RESUME)[1].text_lines) == lines
 
 
 def test_a_comparison_in_the_folder_of_a_training() -> None:
@@ -345,8 +347,8 @@ def test_a_comparison_in_the_folder_of_a_training() -> None:
     with pytest.raises(
         PlanError, match=r"^--run-dir mine: contains the checkpoints of a training, whose records"
     ):
-        check_folder(older("mine", steps=2), comparison.file.recipe, comparison)
-    check_folder(older("other"), comparison.file.recipe, comparison)
+        check_folder_contents(older("mine", steps=2), comparison.recipe_file.recipe, comparison)
+    check_folder_contents(older("other"), comparison.recipe_file.recipe, comparison)
 
 
 def test_preparing_puts_old_errors_aside(capsys: pytest.CaptureFixture[str]) -> None:
@@ -356,7 +358,11 @@ def test_preparing_puts_old_errors_aside(capsys: pytest.CaptureFixture[str]) -> 
     write_text_atomically(run.rank_error_path(3), "{}")
     run.failure_printed.touch()
     run.store.touch()
-    prepare(resolved(zero={"stage": 1}), run, begun=Beginning(Chosen(None), AUTOMATIC))
+    write_and_announce_run(
+        resolved(zero={"stage": 1}),
+        run,
+        run_beginning=RunBeginning(ChosenCheckpoint(None), AUTOMATIC_RESUME),
+    )
     assert not run.errors.exists()
     assert not run.store.exists()
     assert (run.attempt_folder(1) / "errors" / run.rank_error_path(3).name).exists()
@@ -367,7 +373,7 @@ def test_preparing_puts_old_errors_aside(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_missing_means_write_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run without a required package ends before its folder is created."""
-    monkeypatch.setattr(doctor, "_installed", lambda package: False)
+    monkeypatch.setattr(doctor, "_is_installed", lambda package: False)
     with pytest.raises(MissingDependency):
         control.run_training_command(resolved(zero={"stage": 1}), None)
     # There is no folder `runs`.
@@ -391,22 +397,24 @@ def test_what_to_type_for_a_missing_package(package: str, monkeypatch: pytest.Mo
     """Each optional package has its own line, and is required only if the recipe uses it."""
     sections, line = ABSENT[package]
     made = resolved(**sections)
-    monkeypatch.setattr(doctor, "_installed", lambda name: name != package)
+    monkeypatch.setattr(doctor, "_is_installed", lambda name: name != package)
     with pytest.raises(MissingDependency) as caught:
-        doctor.require(made.file.recipe, made.world)
+        doctor.require_everything_installed(made.recipe_file.recipe, made.world)
     assert str(caught.value) == line
     plain = resolved()
-    doctor.require(plain.file.recipe, plain.world)
+    doctor.require_everything_installed(plain.recipe_file.recipe, plain.world)
 
 
 def test_hosts_meet_through_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
     """mpi4py is required for ranks of several hosts only."""
     # Ranks of one host meet in the run folder.
-    monkeypatch.setattr(doctor, "_installed", lambda package: package != "mpi4py")
+    monkeypatch.setattr(doctor, "_is_installed", lambda package: package != "mpi4py")
     made = made_recipe()
-    doctor.require(made, world_of(made, [host("a", 2)], "mpi"))
+    doctor.require_everything_installed(made, world_of(made, [host("a", 2)], "mpi"))
     with pytest.raises(MissingDependency) as caught:
-        doctor.require(made, world_of(made, [host("a", 1), host("b", 1)], "mpi"))
+        doctor.require_everything_installed(
+            made, world_of(made, [host("a", 1), host("b", 1)], "mpi")
+        )
     assert str(caught.value) == (
         'launcher mpi on more than one host: mpi4py is not installed: pip install "ortlaunch[mpi]"'
     )
@@ -415,9 +423,9 @@ def test_hosts_meet_through_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_all_that_is_missing_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two missing packages are two lines of one error."""
     made = resolved(zero={"stage": 1}, log={"trackers": ["tensorboard"]})
-    monkeypatch.setattr(doctor, "_installed", lambda name: False)
+    monkeypatch.setattr(doctor, "_is_installed", lambda name: False)
     with pytest.raises(MissingDependency) as caught:
-        doctor.require(made.file.recipe, made.world)
+        doctor.require_everything_installed(made.recipe_file.recipe, made.world)
     assert len(str(caught.value).splitlines()) == 2
 
 
@@ -451,12 +459,12 @@ def test_what_engine_ort_takes(
     monkeypatch.setattr(extensions, "missing_extensions", lambda: missing)
     eager = resolved()
     made = resolved(engine={"name": "ort"})
-    doctor.require(eager.file.recipe, eager.world)
+    doctor.require_everything_installed(eager.recipe_file.recipe, eager.world)
     if line is None:
-        doctor.require(made.file.recipe, made.world)
+        doctor.require_everything_installed(made.recipe_file.recipe, made.world)
         return
     with pytest.raises(MissingDependency) as caught:
-        doctor.require(made.file.recipe, made.world)
+        doctor.require_everything_installed(made.recipe_file.recipe, made.world)
     assert str(caught.value) == f"engine ort: {line}"
 
 
@@ -486,7 +494,7 @@ def test_ranks_become_the_worker(environ: dict[str, str], monkeypatch: pytest.Mo
     for rank in ("0", "1"):
         one = {**environ, "RANK": rank, "LOCAL_RANK": rank}
         made = resolved(environ=one, launch=launch)
-        assert made.world.inside == Rank(int(rank), 4, int(rank), 2)
+        assert made.world.enclosing_rank == Rank(int(rank), 4, int(rank), 2)
         control.run_training_command(made, Path("mine"))
         assert sent[-1] == (made.plan.argv[0], (*made.plan.argv, "mine"), "x")
     assert json.loads(Path("mine/plan.json").read_text())["world_size"] == 4
@@ -504,7 +512,7 @@ def test_a_mark_of_an_earlier_launch_is_taken_away(monkeypatch: pytest.MonkeyPat
         seen.append((RunDir("mine").ready / "launch").exists())
         return LaunchRequest(("worker",))
 
-    monkeypatch.setattr(inside, "prepare", prepare)
+    monkeypatch.setattr(inside, "write_and_announce_run", prepare)
     monkeypatch.setattr(os, "execve", lambda *_: None)
     control.run_training_command(made, Path("mine"))
     assert seen == [False]
@@ -522,7 +530,7 @@ def test_a_mark_of_an_earlier_launch_is_taken_away(monkeypatch: pytest.MonkeyPat
 )
 def test_differences(before: dict[str, Any], after: dict[str, Any], lines: list[str]) -> None:
     """Each leaf that differs is listed with its path, old and new value."""
-    assert list(differences(before, after)) == lines
+    assert list(difference_texts(before, after)) == lines
 
 
 def test_starts_in_one_second_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,9 @@ from ortlaunch.api.submission import Submission
 from ortlaunch.errors import DamagedFile, InputError, PlanError
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe.rules import resume_rules
-from ortlaunch.recipe.rules.resume_rules import NAMES, OTHER_RULES, RULES, rule_of
+from ortlaunch.recipe.rules.resume_rules import ALLOW_NAMES, OTHER_RULES, RULES, find_rule
 from ortlaunch.resolve import provenance, resume
-from ortlaunch.resolve.resolve import ResolvedRun, resolve
+from ortlaunch.resolve.resolve import ResolvedRun, resolve_command
 from ortlaunch.resolve.resume import ResumeOptions
 from ortlaunch.run import preview
 from ortlaunch.run_folder import origin
@@ -40,14 +40,14 @@ HERE = {
 def _this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the list of installed packages."""
     # Reading it takes a third of a second.
-    monkeypatch.setattr(provenance, "environment", lambda: HERE)
+    monkeypatch.setattr(provenance, "environment_record", lambda: HERE)
 
 
 def resolved(ranks: int = 1, **sections: Any) -> ResolvedRun:
     """Resolve a custom recipe with these sections, on so many ranks of this host."""
     path = Path("recipe.yaml")
     path.write_text(yaml.safe_dump({**CUSTOM, **sections}))
-    return resolve(path, (), LaunchOptions(None, ranks), {})
+    return resolve_command(path, (), LaunchOptions(None, ranks), {})
 
 
 def save(run: RunDir, step: int, made: ResolvedRun | None = None, **changed: Any) -> Path:
@@ -57,7 +57,7 @@ def save(run: RunDir, step: int, made: ResolvedRun | None = None, **changed: Any
         changed: parts of its origin that differ from this training.
     """
     folder = run.checkpoint_folder(step)
-    told = {**resume.today(made or resolved()), **changed}
+    told = {**resume.present_origin(made or resolved()), **changed}
     told["data"] = {"samples": 64, "fingerprint": "aa"}
     write_json_atomically(folder / origin.ORIGIN, told)
     write_json_atomically(folder / "manifest.json", {"step": step, "files": {}})
@@ -71,7 +71,9 @@ RUN = RunDir("mine")
 def says(options: ResumeOptions | None = None, ranks: int = 1, **sections: Any) -> list[str]:
     """Return the lines on the beginning of the run."""
     return list(
-        resume.beginning(RUN, resolved(ranks, **sections), None, options or ResumeOptions()).lines
+        resume.plan_run_beginning(
+            RUN, resolved(ranks, **sections), None, options or ResumeOptions()
+        ).text_lines
     )
 
 
@@ -81,13 +83,13 @@ def says(options: ResumeOptions | None = None, ranks: int = 1, **sections: Any) 
 def test_the_words_of_allow() -> None:
     """The names for --allow are those of the rules."""
     both = [*RULES.items(), *OTHER_RULES.items()]
-    assert sorted({rule_of(name, dict(both), "a", "b").allow for name, _ in both} - {""}) == list(
-        NAMES
-    )
+    assert sorted(
+        {find_rule(name, dict(both), "a", "b").allow_name for name, _ in both} - {""}
+    ) == list(ALLOW_NAMES)
     with pytest.raises(
         InputError, match=r"^--allow: got modell; one of data, loss, model, optimizer, precision$"
     ):
-        ResumeOptions("auto", ("modell",)).checked()
+        ResumeOptions("auto", ("modell",)).check_allow_names()
 
 
 # ---------------------------------------------------------------- explanation
@@ -216,9 +218,9 @@ def test_a_checkpoint_that_does_not_say_what_made_it() -> None:
     # Earlier versions wrote no record; the recipe of another folder is unknown.
     folder = save(RUN, 2)
     (folder / origin.ORIGIN).unlink()
-    before = resolved().file.recipe
+    before = resolved().recipe_file.recipe
     made = resolved(log={"every_steps": 5})
-    assert resume.beginning(RUN, made, before, ResumeOptions()).lines[1:] == (
+    assert resume.plan_run_beginning(RUN, made, before, ResumeOptions()).text_lines[1:] == (
         "  changed: log.every_steps: 10 -> 5: applied",
     )
     assert says()[1:] == ["  it has no record of its recipe, so nothing is compared"]
@@ -251,7 +253,7 @@ def applied(choice: str, run: RunDir = RUN) -> dict[str, Any]:
     options = ResumeOptions(choice)
     run.path.mkdir(exist_ok=True)
     made = resolved()
-    resume.apply(run, made.command, resume.beginning(run, made, None, options))
+    resume.record_beginning(run, made.command, resume.plan_run_beginning(run, made, None, options))
     return dict(json.loads(run.resume.read_text()))
 
 
@@ -310,12 +312,12 @@ def test_a_step_of_this_run() -> None:
     with pytest.raises(
         InputError, match=r"00002: belongs to this run folder itself; give its step: --resume 2$"
     ):
-        resume.choose(RUN, ResumeOptions(own))
+        resume.choose_checkpoint(RUN, ResumeOptions(own))
     with pytest.raises(
         InputError,
         match=r"^--resume 6: no complete checkpoint of step 6; empty/checkpoints has none$",
     ):
-        resume.choose(RunDir("empty"), ResumeOptions("6"))
+        resume.choose_checkpoint(RunDir("empty"), ResumeOptions("6"))
 
 
 def test_another_runs_checkpoint() -> None:
@@ -331,11 +333,11 @@ def test_another_runs_checkpoint() -> None:
     )
     one = applied("mine/checkpoints/step_00000002", RunDir("second"))
     assert (one["step"], one["exact"]) == (2, True)
-    again = resume.choose(new, ResumeOptions())
+    again = resume.choose_checkpoint(new, ResumeOptions())
     assert (again.step, again.source) == (4, Path("mine").absolute())
     own = save(new, 5)
-    assert resume.choose(new, ResumeOptions("mine")).folder == own
-    assert resume.choose(new, ResumeOptions()).folder == own
+    assert resume.choose_checkpoint(new, ResumeOptions("mine")).folder == own
+    assert resume.choose_checkpoint(new, ResumeOptions()).folder == own
 
 
 @pytest.mark.parametrize(
@@ -355,8 +357,8 @@ def test_a_misspelt_name_beside_checkpoints_of_its_own() -> None:
     with pytest.raises(
         InputError, match=r"--resume .*last: absent; give auto, never, a step or such a folder"
     ):
-        resume.choose(new, ResumeOptions("last"))
-    assert resume.choose(new, ResumeOptions("gone/by-now")).folder == own
+        resume.choose_checkpoint(new, ResumeOptions("last"))
+    assert resume.choose_checkpoint(new, ResumeOptions("gone/by-now")).folder == own
 
 
 @pytest.mark.parametrize(
@@ -377,9 +379,9 @@ def test_a_misspelt_name_beside_checkpoints_of_its_own() -> None:
 def test_values_are_printed_as_a_recipe_has_them(before: Any, after: Any, expected: str) -> None:
     """Values are printed as a recipe has them."""
     change = resume_rules.Change(
-        "data.evaluation.path", before, after, resume_rules.Rule(resume_rules.EFFECT)
+        "data.evaluation.path", before, after, resume_rules.ChangeRule(resume_rules.EFFECT)
     )
-    assert change.line().startswith(f"data.evaluation.path: {expected}: ")
+    assert change.summary_line().startswith(f"data.evaluation.path: {expected}: ")
 
 
 def test_a_dry_run_shows_what_has_changed() -> None:
@@ -416,12 +418,12 @@ def test_the_folder_of_a_command_is_no_change(monkeypatch: pytest.MonkeyPatch) -
     recipes = []
     for folder, path in given.items():
         monkeypatch.chdir(root / folder)
-        file = resolve(Path(path), (), LaunchOptions(), {}).file
+        file = resolve_command(Path(path), (), LaunchOptions(), {}).recipe_file
         # A link to the same folder is no change either.
-        linked = file.with_overrides(f"data.train.path={root}/linked/*.txt")
+        linked = file.apply_further_overrides(f"data.train.path={root}/linked/*.txt")
         recipes += [each.recipe.model_dump(mode="json") for each in (file, linked)]
     assert recipes[0]["model"]["pretrained"] == str(root / "base")
-    assert [resume_rules.changes(recipes[0], each, RULES) for each in recipes] == [[]] * 6
+    assert [resume_rules.find_changes(recipes[0], each, RULES) for each in recipes] == [[]] * 6
 
 
 def test_a_job_on_another_machine_keeps_paths_as_typed() -> None:
@@ -441,7 +443,7 @@ def test_a_job_on_another_machine_keeps_paths_as_typed() -> None:
     paths = {
         name: Submission.resolve_for_scheduler(
             "recipe.yaml", (), name, None
-        ).resolved.file.recipe.data.train.path
+        ).resolved.recipe_file.recipe.data.train.path
         for name in ("slurm", "kubernetes")
     }
     assert paths == {"slurm": (str(Path.cwd() / "a.txt"),), "kubernetes": ("a.txt",)}

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from ortlaunch.planning.describe import describe
-from ortlaunch.recipe.rules.parity import Compared, compared_steps
+from ortlaunch.planning.describe import describe_plan
+from ortlaunch.recipe.rules.parity import ParityStepCount, compared_steps
 from tests.makers import bert, plan, recipe
 
 ORT = {"engine": {"name": "ort"}}
@@ -26,22 +26,24 @@ def causal(model_type: str) -> dict[str, Any]:
     ("sections", "expected"),
     [
         # No test of ortlaunch can have trained the user's own model.
-        (ORT, Compared(1, "your own model")),
-        (causal("gpt2"), Compared(1, "as every model but BERT and Llama")),
-        (causal("llama"), Compared(0, "every release of ortlaunch compares llama with it")),
-        ({"engine": {"name": "eager"}}, Compared(0)),
-        ({"engine": {"name": "inductor"}}, Compared(0)),
-        ({"engine": {"parity_steps": 0}}, Compared(0)),
-        ({"engine": {"parity_steps": 2}}, Compared(2)),
+        (ORT, ParityStepCount(1, "your own model")),
+        (causal("gpt2"), ParityStepCount(1, "as every model but BERT and Llama")),
+        (causal("llama"), ParityStepCount(0, "every release of ortlaunch compares llama with it")),
+        ({"engine": {"name": "eager"}}, ParityStepCount(0)),
+        ({"engine": {"name": "inductor"}}, ParityStepCount(0)),
+        ({"engine": {"parity_steps": 0}}, ParityStepCount(0)),
+        ({"engine": {"parity_steps": 2}}, ParityStepCount(2)),
         # Each rank has a part of the weights only.
         (
             {**ORT, "zero": {"stage": 3}},
-            Compared(0, "under ZeRO 3 no rank has all weights for the comparison"),
+            ParityStepCount(0, "under ZeRO 3 no rank has all weights for the comparison"),
         ),
     ],
     ids=str,
 )
-def test_auto_compares_what_no_test_trains(sections: dict[str, Any], expected: Compared) -> None:
+def test_auto_compares_what_no_test_trains(
+    sections: dict[str, Any], expected: ParityStepCount
+) -> None:
     """`auto` compares one step of models that no test trains with engine ort."""
     assert compared_steps(recipe(**sections)) == expected
 
@@ -57,7 +59,7 @@ def test_the_built_models_type_counts() -> None:
 def test_a_plan_says_what_is_compared() -> None:
     """A plan has a line for the comparison, and its memory: gradients, and plain PyTorch's pass."""
     made = recipe(**ORT)
-    assert "parity: step 1 is compared with plain PyTorch once (your own model)" in describe(
+    assert "parity: step 1 is compared with plain PyTorch once (your own model)" in describe_plan(
         plan(made), made
     )
     asked = bert(engine={"parity_steps": 2})
@@ -69,5 +71,5 @@ def test_a_plan_says_what_is_compared() -> None:
     plain = plan(bert(engine={"parity_steps": 0})).memory
     assert plain is not None
     assert parts.overhead == dict(plain.by_stage)[plain.chosen].overhead + memory.compared
-    assert "are for a comparison with plain PyTorch" in describe(plan(asked), asked)
-    assert "compared" not in describe(plan(bert(**ORT)), bert(**ORT))
+    assert "are for a comparison with plain PyTorch" in describe_plan(plan(asked), asked)
+    assert "compared" not in describe_plan(plan(bert(**ORT)), bert(**ORT))

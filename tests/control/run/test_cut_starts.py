@@ -51,8 +51,8 @@ def prepare(folder: Path) -> None:
     path = write_recipe(folder, data={"train": source, "evaluation": source})
     trained = folder / "trained"
     (trained / "checkpoints" / "step_00000002").mkdir(parents=True)
-    loaded = recipe.load(path).recipe
-    (trained / "recipe.yaml").write_text(recipe.to_yaml(loaded))
+    loaded = recipe.load_recipe(path).recipe
+    (trained / "recipe.yaml").write_text(recipe.dump_recipe_yaml(loaded))
     (trained / "plan.json").write_text(replace(plan(loaded), modules=str(folder)).to_json())
     for name, text in (("manifest.json", '{"step": 2, "files": {}}'), ("COMPLETE", "")):
         (trained / "checkpoints" / "step_00000002" / name).write_text(text)

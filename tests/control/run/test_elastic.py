@@ -11,15 +11,15 @@ import pytest
 import yaml
 
 from ortlaunch.doctor.finding import Finding
-from ortlaunch.doctor.schema import json_schema
+from ortlaunch.doctor.schema import findings_schema_text
 from ortlaunch.errors import InputError, LaunchError, PlanError, RecipeError
 from ortlaunch.launch import load_backend
 from ortlaunch.launch.failure import RunEnd
 from ortlaunch.launch.restarts import EndedAttempt, start_ranks_until_end
 from ortlaunch.launch_plan import Plan
 from ortlaunch.planning.world import LaunchOptions
-from ortlaunch.recipe import load
-from ortlaunch.resolve.resolve import ResolvedRun, resolve
+from ortlaunch.recipe import load_recipe
+from ortlaunch.resolve.resolve import ResolvedRun, resolve_command
 from ortlaunch.run.elastic import run_on_usable_hosts
 from ortlaunch.run.job_file import JobFile
 from ortlaunch.run_folder.folder import RunDir, write_text_atomically
@@ -44,7 +44,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def resolved(*overrides: str, **options: Any) -> ResolvedRun:
-    return resolve(
+    return resolve_command(
         Path("recipe.yaml"), overrides, LaunchOptions(**{"hostfile": "hosts", **options}), {}
     )
 
@@ -81,7 +81,7 @@ def resolved(*overrides: str, **options: Any) -> ResolvedRun:
 def test_what_the_recipe_must_give(override: str, said: str, folder: Path) -> None:
     """A recipe that an elastic run cannot use is refused, with the location of the field."""
     with pytest.raises(RecipeError) as caught:
-        load(folder / "recipe.yaml", (override,))
+        load_recipe(folder / "recipe.yaml", (override,))
     assert said in str(caught.value)
     assert str(caught.value).startswith((f"override '{override}': ", f"{folder}/recipe.yaml:"))
 
@@ -144,7 +144,7 @@ def test_a_plan_on_the_hosts_that_are_there(folder: Path, monkeypatch: pytest.Mo
     assert whole.plan.launcher == "torchrun"
     now, lines = on(monkeypatch, whole, ("host2", "reached"))
     assert [(node.host, node.first_rank) for node in now.plan.nodes] == [("host1", 0), ("host3", 1)]
-    assert now.work.batch[:4] == (12, 2, 3, 2)
+    assert now.workload.batch[:4] == (12, 2, 3, 2)
     assert lines[0] == "launch.nodes 1 to 3: on 2 hosts of 3, accumulation 3"
     assert lines[1].split() == ["left", "out:", "host2", "reached", "failed", "so"]
     # The host is used again as soon as it has no finding.
@@ -239,7 +239,7 @@ def test_a_restart_that_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_findings_have_a_schema() -> None:
     """Findings fit their schema; other verdicts and unknown fields do not."""
-    schema = json.loads(json_schema())
+    schema = json.loads(findings_schema_text())
     good = {"host": "a", "check": "disk", "verdict": "ok", "what": "", "mend": ""}
     jsonschema.validate([good], schema)
     for wrong in ({**good, "verdict": "good"}, {**good, "more": 1}):
@@ -252,12 +252,12 @@ def test_only_an_elastic_run_takes_hosts_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`ortlaunch restart` is refused for a run with a fixed number of hosts, or one that ended."""
-    from ortlaunch.other_runs.requests import restart
-    from ortlaunch.recipe import to_yaml
+    from ortlaunch.other_runs.requests import request_restart
+    from ortlaunch.recipe import dump_recipe_yaml
 
     run = RunDir(tmp_path)
     write_text_atomically(run.plan, plan(recipe()).to_json())
-    write_text_atomically(run.recipe, to_yaml(recipe()))
+    write_text_atomically(run.recipe, dump_recipe_yaml(recipe()))
     write_text_atomically(run.request, "")
     with JobFile(run, "torchrun") as file:
         file.record_start_of_ranks()
@@ -265,7 +265,7 @@ def test_only_an_elastic_run_takes_hosts_back(
             InputError,
             match=r"launch.nodes is not \{min, max\}, so its hosts are fixed",
         ):
-            restart(run)
+            request_restart(run)
         file.record_end(0, "")
     with pytest.raises(InputError, match="succeeded; only a training run can be restarted"):
-        restart(run)
+        request_restart(run)

@@ -10,7 +10,7 @@ import pytest
 
 from ortlaunch.launch import JobState
 from ortlaunch.launch.record import JobRecord
-from ortlaunch.recipe import load
+from ortlaunch.recipe import load_recipe
 from ortlaunch.run.finished import append_continuing_command, finished_message_if_readable
 from ortlaunch.run.preparation import record_success
 from ortlaunch.run_folder.folder import RunDir, write_json_atomically
@@ -160,13 +160,13 @@ def test_the_command_that_continues_is_a_valid_one(
     path.write_text(RECIPE + f"train: {train}\n")
     (tmp_path / "mine.py").write_text(OWN_MODULE)
     overrides = [word for word in typed if "=" in word]
-    before = load(path, overrides).recipe
+    before = load_recipe(path, overrides).recipe
     said = append_continuing_command("end", ["train", str(path), *typed], before, ended, stopped)
     words = shlex.split(said.partition("\nto continue: ")[2])
     folder = f"--run-dir={ended}"
     assert words[:3] == ["ortlaunch", "train", str(path)]
     assert folder in words
-    after = load(path, [word for word in words[3:] if word != folder]).recipe
+    after = load_recipe(path, [word for word in words[3:] if word != folder]).recipe
     # A run that stopped continues with the same recipe, a finished one with twice the length.
     if stopped:
         assert after == before

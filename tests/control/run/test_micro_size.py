@@ -11,8 +11,8 @@ import pytest
 
 from ortlaunch.errors import LaunchError
 from ortlaunch.launch_plan import Plan
-from ortlaunch.planning.make_plan import replan
-from ortlaunch.recipe import Recipe, to_yaml
+from ortlaunch.planning.make_plan import plan_with_other_batch
+from ortlaunch.recipe import Recipe, dump_recipe_yaml
 from ortlaunch.run import micro_size
 from ortlaunch.run.micro_size import (
     MEMORY_MARGIN,
@@ -123,12 +123,12 @@ def test_the_found_size_is_planned_and_written() -> None:
     made = auto(24, zero={"stage": 1})
     batch = made.batch.model_copy(update={"micro_size": 8})
     found = made.model_copy(update={"batch": batch})
-    again = replan(found, plan(made))
+    again = plan_with_other_batch(found, plan(made))
     assert again == plan(found)
     assert again.batch.accumulation_steps == 3
     assert again.deepspeed is not None
     assert again.deepspeed["train_micro_batch_size_per_gpu"] == 8
-    assert "micro_size: 8" in to_yaml(found)
+    assert "micro_size: 8" in dump_recipe_yaml(found)
 
 
 def test_plan_says_that_it_will_be_found() -> None:

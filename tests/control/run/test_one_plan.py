@@ -94,10 +94,10 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the bench by one in which inductor is the fastest."""
     # Its variants would be starts with plans of their own.
     choice = Choice("auto", "inductor", "measured 2 x eager", {"eager": MeasuredEngine("measured")})
-    monkeypatch.setattr(auto, "prepared", lambda *_: [])
-    monkeypatch.setattr(auto, "measure", lambda *_: {"variants": []})
-    monkeypatch.setattr(auto, "table", lambda rows: "")
-    monkeypatch.setattr(auto, "decide", lambda *_: choice)
+    monkeypatch.setattr(auto, "prepare_variants", lambda *_: [])
+    monkeypatch.setattr(auto, "measure_variants", lambda *_: {"variants": []})
+    monkeypatch.setattr(auto, "format_bench_table", lambda rows: "")
+    monkeypatch.setattr(auto, "choose_measured_engine", lambda *_: choice)
 
 
 def test_a_start_and_a_resumption(ortlaunch: Counted) -> None:

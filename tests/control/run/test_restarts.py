@@ -20,8 +20,8 @@ from ortlaunch.launch.restart_policy import (
 )
 from ortlaunch.launch.restarts import EndedAttempt, start_ranks_until_end
 from ortlaunch.other_runs.status import read_status
-from ortlaunch.planning.describe import describe
-from ortlaunch.resolve.prepare import write_run
+from ortlaunch.planning.describe import describe_plan
+from ortlaunch.resolve.prepare import write_run_files
 from ortlaunch.run.job_file import JobFile
 from ortlaunch.run_folder.folder import RunDir, write_json_atomically, write_text_atomically
 from tests.makers import host, plan, recipe
@@ -167,7 +167,7 @@ def test_a_request_that_came_meanwhile_is_for_the_next_start(run: RunDir) -> Non
     made = recipe()
     for again in (True, False):
         write_text_atomically(run.stop_request, "{}")
-        write_run(run, made, plan(made), again=again)
+        write_run_files(run, made, plan(made), is_restart=again)
         assert run.stop_request.exists() is again
 
 
@@ -216,10 +216,10 @@ def test_what_is_no_fault(status: int, stopped: bool, run: RunDir) -> None:
 def test_the_plan_says_what_follows_a_fault() -> None:
     """The plan notes restarts, and that none happens under the user's own launcher."""
     made = recipe(launch={"max_restarts": 3})
-    assert "restarted from the last complete checkpoint, at most 3 times without" in describe(
+    assert "restarted from the last complete checkpoint, at most 3 times without" in describe_plan(
         plan(made), made
     )
-    assert "launch.max_restarts: the launcher is not ortlaunch's" in describe(
+    assert "launch.max_restarts: the launcher is not ortlaunch's" in describe_plan(
         plan(made, launcher="inside"), made
     )
-    assert "restart" not in describe(plan(recipe()), recipe())
+    assert "restart" not in describe_plan(plan(recipe()), recipe())

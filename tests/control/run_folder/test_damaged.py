@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 
 from ortlaunch.commands import generate
-from ortlaunch.commands.export import chosen_step
-from ortlaunch.diagnose.report import diagnose
+from ortlaunch.commands.export import requested_or_newest_step
+from ortlaunch.diagnose.report import diagnose_run
 from ortlaunch.errors import DamagedFile, OrtlaunchError
 from ortlaunch.other_runs import listing, logs, registry, status
-from ortlaunch.other_runs.runs_table import runs_table
-from ortlaunch.report import report
+from ortlaunch.other_runs.runs_table import format_runs_table
+from ortlaunch.report import write_report
 from ortlaunch.resolve import resume
 from ortlaunch.run.finished import finished_message_if_readable
 from ortlaunch.run_folder import lock
@@ -40,14 +40,19 @@ from tests.makers import recipe
 MOST = 3  # damages tried on each file; all of them, some 450, take minutes
 VERBS: dict[str, Callable[[RunDir], Any]] = {
     "status": lambda run: f"{status.read_status(run)}",
-    "report": lambda run: report([run.path], run.path / "page.html", "now"),
-    "diagnose": lambda run: f"{diagnose(run)}",
-    "logs": lambda run: list(logs.output(run, 0, follow=False)),
-    "list": lambda run: runs_table(listing.newest_statuses(None), 80),
-    "export": lambda run: chosen_step(run, None),
-    "generate": lambda run: generate._source(GenerationRequest(str(run.path), "The", None, 5, 0.0, 0, False)),
-    "train again": lambda run: (finished_message_if_readable(recipe(), run), resume.choose(run, resume.AUTOMATIC)),
-}  # fmt: skip
+    "report": lambda run: write_report([run.path], run.path / "page.html", "now"),
+    "diagnose": lambda run: f"{diagnose_run(run)}",
+    "logs": lambda run: list(logs.iterate_output(run, 0, follows_until_end=False)),
+    "list": lambda run: format_runs_table(listing.newest_statuses(None), 80),
+    "export": lambda run: requested_or_newest_step(run, None),
+    "generate": lambda run: generate._model_source(
+        GenerationRequest(str(run.path), "The", None, 5, 0.0, 0, False)
+    ),
+    "train again": lambda run: (
+        finished_message_if_readable(recipe(), run),
+        resume.choose_checkpoint(run, resume.AUTOMATIC_RESUME),
+    ),
+}
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +136,7 @@ def test_no_verb_ends_in_a_traceback(
     drawn = random.Random(7)
     run = RunDir(shutil.copytree(whole, tmp_path / "run"))
     wrong = []
-    registry.add(run)
+    registry.register_run(run)
     for path in sorted(
         each
         for each in run.path.rglob("*.*")

@@ -17,7 +17,7 @@ from ortlaunch.launch import JobState
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.launch_plan import Plan
 from ortlaunch.other_runs.status import read_status
-from ortlaunch.report.records import number as number_of_report
+from ortlaunch.report.records import finite_number as number_of_report
 from ortlaunch.run_folder.folder import (
     RunDir,
     read_error_record,

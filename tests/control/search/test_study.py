@@ -9,12 +9,12 @@ import pytest
 
 from ortlaunch.api.sweeps import Sweep
 from ortlaunch.errors import MissingDependency
-from ortlaunch.recipe import Recipe, to_yaml
+from ortlaunch.recipe import Recipe, dump_recipe_yaml
 from ortlaunch.run_folder.folder import write_text_atomically
 from ortlaunch.search import study as studies
 from ortlaunch.search.folder import SweepDir
-from ortlaunch.search.parallel import picture
-from ortlaunch.search.study import Study, Trial, tie
+from ortlaunch.search.parallel import sweep_picture
+from ortlaunch.search.study import Study, Trial, tie_sentence
 from tests.makers import recipe
 
 pytest.importorskip("optuna")
@@ -36,14 +36,14 @@ def drawn(folder: Path, sweep: Recipe, kills: bool) -> list[Trial]:
     """Return six trials; with `kills` the study is opened anew before each step."""
     place = SweepDir(folder)
     folder.mkdir()
-    study = Study(place, sweep, writes=True)
+    study = Study(place, sweep, has_sweep_lock=True)
     for number in range(6):
-        study.draw()
+        study.draw_trial()
         if kills:
-            study = Study(place, sweep, writes=True)
-            assert study.draw(number) == number
-        study.end(number, "complete", [float(number % 4)])
-    return study.trials()
+            study = Study(place, sweep, has_sweep_lock=True)
+            assert study.draw_trial(number) == number
+        study.record_trial_end(number, "complete", [float(number % 4)])
+    return study.read_trials()
 
 
 @pytest.mark.parametrize("sampler", ["random", "tpe", "cmaes"])
@@ -70,39 +70,47 @@ def test_a_writer_was_killed(tmp_path: Path) -> None:
     """A lock and a half line that a killed writer left do no harm."""
     sweep = swept()
     place = SweepDir(tmp_path)
-    Study(place, sweep, writes=True).draw()
+    Study(place, sweep, has_sweep_lock=True).draw_trial()
     with place.journal.open("a") as file:
         file.write('{"op_code": 4, "worker')
     Path(f"{place.journal}.lock").symlink_to(place.journal)
-    again = Study(place, sweep, writes=True)
-    assert (again.draw(0), again.draw()) == (0, 1)
-    assert [one.state for one in again.trials()] == ["running", "running"]
+    again = Study(place, sweep, has_sweep_lock=True)
+    assert (again.draw_trial(0), again.draw_trial()) == (0, 1)
+    assert [one.state for one in again.read_trials()] == ["running", "running"]
 
 
 def test_a_bad_trial_is_pruned(tmp_path: Path) -> None:
     """Successive halving stops a trial whose first evaluation is worse than a third of the others."""
-    study = Study(SweepDir(tmp_path), swept(pruner="asha"), writes=True)
-    stopped = [study.report(study.draw(), {1: loss}) for loss in (1.0, 2.0, 3.0, 0.5)]
+    study = Study(SweepDir(tmp_path), swept(pruner="asha"), has_sweep_lock=True)
+    stopped = [
+        study.report_and_ask_to_prune(study.draw_trial(), {1: loss})
+        for loss in (1.0, 2.0, 3.0, 0.5)
+    ]
     assert stopped == [False, True, True, False]
     study.set_attributes(1, pruned=1, steps=4)
-    study.end(1, "pruned")
-    study.end(3, "complete", [0.5])
-    assert study.attribute(1, "pruned") == 1
-    assert study.trials()[1][1:2] + study.trials()[1][3:] == ("pruned", {"loss": 2.0}, 4, "")
-    assert [one.number for one in study.best()] == [3]
+    study.record_trial_end(1, "pruned")
+    study.record_trial_end(3, "complete", [0.5])
+    assert study.trial_attribute(1, "pruned") == 1
+    assert study.read_trials()[1][1:2] + study.read_trials()[1][3:] == (
+        "pruned",
+        {"loss": 2.0},
+        4,
+        "",
+    )
+    assert [one.number for one in study.best_trials()] == [3]
     # A value that is known already is not compared again.
-    assert not study.report(0, {1: 1.0})
+    assert not study.report_and_ask_to_prune(0, {1: 1.0})
 
 
 def test_optuna_reads_the_study(tmp_path: Path) -> None:
     """Optuna's own storage class reads trials, values, states and the best trial."""
     optuna = pytest.importorskip("optuna")
     place = SweepDir(tmp_path)
-    made = Study(place, swept(pruner="asha"), writes=True)
-    made.report(made.draw(), {1: 2.0})
-    made.end(0, "complete", [1.5])
-    made.report(made.draw(), {1: 3.0})
-    made.end(1, "pruned")
+    made = Study(place, swept(pruner="asha"), has_sweep_lock=True)
+    made.report_and_ask_to_prune(made.draw_trial(), {1: 2.0})
+    made.record_trial_end(0, "complete", [1.5])
+    made.report_and_ask_to_prune(made.draw_trial(), {1: 3.0})
+    made.record_trial_end(1, "pruned")
     backend = optuna.storages.journal.JournalFileBackend(str(place.journal))
     storage = optuna.storages.JournalStorage(backend)
     study = optuna.load_study(study_name=swept().name, storage=storage)
@@ -111,17 +119,17 @@ def test_optuna_reads_the_study(tmp_path: Path) -> None:
     assert (study.best_trial.number, study.best_value) == (0, 1.5)
     assert (
         study.best_params["optimizer.learning_rate"]
-        == made.best()[0].fields["optimizer.learning_rate"]
+        == made.best_trials()[0].fields["optimizer.learning_rate"]
     )
 
 
 def test_several_metrics_have_several_best_trials(tmp_path: Path) -> None:
     """Best is each trial that no other one beats in all metrics."""
     metrics = [{"metric": "loss"}, {"metric": "f1", "mode": "max"}]
-    study = Study(SweepDir(tmp_path), swept(metrics=metrics), writes=True)
+    study = Study(SweepDir(tmp_path), swept(metrics=metrics), has_sweep_lock=True)
     for values in ([1.0, 0.5], [2.0, 0.9], [3.0, 0.4]):
-        study.end(study.draw(), "complete", values)
-    assert [one.values for one in study.best()] == [
+        study.record_trial_end(study.draw_trial(), "complete", values)
+    assert [one.values for one in study.best_trials()] == [
         {"loss": 1.0, "f1": 0.5},
         {"loss": 2.0, "f1": 0.9},
     ]
@@ -148,14 +156,16 @@ def test_a_package_outside_the_extra_is_missing(
 def test_equal_results_are_a_tie(tmp_path: Path) -> None:
     """Trials with one value have no best and no importance; the table of the sweep says so."""
     folder = SweepDir(tmp_path)
-    study = Study(folder, swept(sampler="random"), writes=True)
+    study = Study(folder, swept(sampler="random"), has_sweep_lock=True)
     for _ in range(6):
-        study.end(study.draw(), "complete", [0.143791])
-    (best,) = study.best()
-    made = picture(study.sweep, study.trials(), [best], {})
-    assert [line.tie for line in made.lines if line.is_best] == [tie(best, study.trials())]
-    assert study.importances() == {}
-    write_text_atomically(folder.run.recipe, to_yaml(swept(sampler="random")))
+        study.record_trial_end(study.draw_trial(), "complete", [0.143791])
+    (best,) = study.best_trials()
+    made = sweep_picture(study.sweep, study.read_trials(), [best], {})
+    assert [line.tie for line in made.lines if line.is_best] == [
+        tie_sentence(best, study.read_trials())
+    ]
+    assert study.field_importances() == {}
+    write_text_atomically(folder.run.recipe, dump_recipe_yaml(swept(sampler="random")))
     text = str(Sweep(tmp_path))
     assert "trial 1, 2, 3, 4, 5 has exactly the same result: the sweep cannot tell" in text
 
@@ -163,18 +173,18 @@ def test_equal_results_are_a_tie(tmp_path: Path) -> None:
 def test_parallel_coordinates_and_importances(tmp_path: Path) -> None:
     """Each complete trial has a line over the axes of its fields, and the best one is marked."""
     sweep = swept(sampler="random")
-    study = Study(SweepDir(tmp_path), sweep, writes=True)
-    assert study.importances() == {}
+    study = Study(SweepDir(tmp_path), sweep, has_sweep_lock=True)
+    assert study.field_importances() == {}
     for number in range(8):
-        study.draw()
-        rate = study.trials()[number].fields["optimizer.learning_rate"]
-        study.end(number, *(("complete", [float(str(rate))]) if number else ("fail",)))
-    trials = study.trials()
-    assert study.importances().keys() == SPACE.keys()
-    assert sum(study.importances().values()) == pytest.approx(1)
-    made = picture(study.sweep, trials, study.best(), study.importances())
+        study.draw_trial()
+        rate = study.read_trials()[number].fields["optimizer.learning_rate"]
+        study.record_trial_end(number, *(("complete", [float(str(rate))]) if number else ("fail",)))
+    trials = study.read_trials()
+    assert study.field_importances().keys() == SPACE.keys()
+    assert sum(study.field_importances().values()) == pytest.approx(1)
+    made = sweep_picture(study.sweep, trials, study.best_trials(), study.field_importances())
     assert [axis.name for axis in made.axes] == [*SPACE, "loss"]
-    (best,) = study.best()
+    (best,) = study.best_trials()
     assert [line.is_best for line in made.lines] == [False] * 6 + [True]
     assert made.lines[-1].text.startswith(f"trial {best.number}: loss ")
     assert [len(line.points) for line in made.lines[-1:]] == [len(best.fields) + 1]

@@ -11,7 +11,7 @@ import pytest
 
 from ortlaunch.errors import InputError
 from ortlaunch.rank import Rank
-from ortlaunch.recipe import to_yaml
+from ortlaunch.recipe import dump_recipe_yaml
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker import __main__ as rank_main
 from ortlaunch.worker.supervision.pulse import Pulse
@@ -133,7 +133,7 @@ def test_before_the_ranks_meet(
     if chats:
         data["train"]["messages_column"], data["chat_template"] = "messages", TEMPLATE
     made = bert(model={"task": task, "config": {**(LLAMA if chats else BERT), **config}}, data=data)
-    run.recipe.write_text(to_yaml(made))
+    run.recipe.write_text(dump_recipe_yaml(made))
     run.plan.write_text(plan(made).to_json())
     # A stand-in for the rank's watchdog.
     watchdog: Any = SimpleNamespace(pulse=Pulse(), apply_stall_seconds=lambda _: None)

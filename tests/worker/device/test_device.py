@@ -18,7 +18,7 @@ from torch import nn
 from ortlaunch.errors import CheckpointError, EngineError, InputError
 from ortlaunch.launch_plan import Plan
 from ortlaunch.rank import Rank
-from ortlaunch.recipe import Recipe, load, parse_resolved, read_resolved, to_yaml
+from ortlaunch.recipe import Recipe, dump_recipe_yaml, load_recipe, parse_resolved, read_resolved
 from ortlaunch.run_folder.device_folder import DeviceFolder
 from ortlaunch.run_folder.folder import RunDir, read_own_json
 from ortlaunch.worker.checkpoint.restore import Shards
@@ -393,7 +393,7 @@ def test_batches_of_the_users_own_collate(tmp_path: Path, monkeypatch: pytest.Mo
     )
     made = Made(recipe, tmp_path / "artifacts")
     # The subcommands read the recipe from the folder.
-    assert load(made.place.recipe).recipe == made.recipe
+    assert load_recipe(made.place.recipe).recipe == made.recipe
     before = evaluate_checkpoint(made.place, made.recipe, made.data, made.place.checkpoint).metrics[
         "loss"
     ]
@@ -506,7 +506,7 @@ def test_frozen_weights_are_compared_in_float32(tmp_path: Path) -> None:
     artifacts = DeviceFolder(tmp_path / "artifacts")
     write_export(run, 1, artifacts.path, "ondevice")
     # The records of such a run; the checkpoint has the same form.
-    run.recipe.write_text(to_yaml(shorter.model_copy(update={"precision": "bf16"})))
+    run.recipe.write_text(dump_recipe_yaml(shorter.model_copy(update={"precision": "bf16"})))
     run.plan.write_text(replace(Plan.read(run.plan), deepspeed={"bf16": {}}).to_json())
     import_checkpoint(artifacts, artifacts.checkpoint, run, 1, RunDir(tmp_path / "back"))
     assert RunDir(tmp_path / "back").checkpoint_folder(1).exists()

@@ -11,11 +11,11 @@ from torch import nn
 
 from ortlaunch.launch_plan import Bytes, Memory
 from ortlaunch.model_tasks import MODEL_TASKS
-from ortlaunch.planning.memory import estimate, full_config
-from ortlaunch.planning.model_sizes import shape_of
-from ortlaunch.recipe import Recipe, load
-from ortlaunch.recipe.fields.families import complete
-from ortlaunch.recipe.inputs import padded_vocabulary
+from ortlaunch.planning.memory import estimate_rank_memory, full_config
+from ortlaunch.planning.model_sizes import build_model_shape
+from ortlaunch.recipe import Recipe, load_recipe
+from ortlaunch.recipe.fields.families import fill_config_defaults
+from ortlaunch.recipe.inputs import rounded_vocabulary_size
 from ortlaunch.resolve import shipped
 from tests.makers import BERT, WORDS, bert
 
@@ -67,9 +67,9 @@ def parameters(model: nn.Module, trained: bool = False) -> int:
 def test_bert_has_transformers_count(task: str, fields: dict[str, Any]) -> None:
     """The count of BERT's parameters equals transformers', with each head."""
     config = {**BERT, **fields}
-    assert sum(shape_of(complete(config) or {}, task).tensors()) == parameters(
-        transformers_model(config, task)
-    )
+    assert sum(
+        build_model_shape(fill_config_defaults(config) or {}, task).tensor_sizes()
+    ) == parameters(transformers_model(config, task))
 
 
 @pytest.mark.parametrize("task", ["causal-lm", *LABELLED])
@@ -89,9 +89,9 @@ def test_bert_has_transformers_count(task: str, fields: dict[str, Any]) -> None:
 def test_llama_has_transformers_count(task: str, fields: dict[str, Any]) -> None:
     """The count of Llama's parameters equals transformers', with all options of the config."""
     config = {**LLAMA, **fields}
-    assert sum(shape_of(complete(config) or {}, task).tensors()) == parameters(
-        transformers_model(config, task)
-    )
+    assert sum(
+        build_model_shape(fill_config_defaults(config) or {}, task).tensor_sizes()
+    ) == parameters(transformers_model(config, task))
 
 
 @pytest.mark.parametrize(
@@ -108,11 +108,14 @@ def test_llama_has_transformers_count(task: str, fields: dict[str, Any]) -> None
 @pytest.mark.skipif(version("transformers") < "5", reason="transformers 4 lacks some types")
 def test_curated_models_have_their_sizes(name: str, published: int) -> None:
     """The decoders of recipes/models have their published sizes, here and in transformers."""
-    config = load(shipped.find(f"models/{name}")).recipe.model.config or {}
-    assert sum(shape_of(complete(config) or {}, "causal-lm").tensors()) == published
+    config = load_recipe(shipped.find_shipped_recipe(f"models/{name}")).recipe.model.config or {}
+    assert (
+        sum(build_model_shape(fill_config_defaults(config) or {}, "causal-lm").tensor_sizes())
+        == published
+    )
     assert parameters(transformers_model(config, "causal-lm")) == published
-    adapters = load(shipped.find(f"models/{name}-lora")).recipe
-    planned = estimate(adapters, 1, 1, "cuda")
+    adapters = load_recipe(shipped.find_shipped_recipe(f"models/{name}-lora")).recipe
+    planned = estimate_rank_memory(adapters, 1, 1, "cuda")
     peft = pytest.importorskip("peft")
     with_adapters = peft.get_peft_model(
         transformers_model(config, "causal-lm"), peft.LoraConfig(r=16, target_modules="all-linear")
@@ -132,7 +135,9 @@ def test_curated_models_have_their_sizes(name: str, published: int) -> None:
 )
 def test_published_sizes(config: dict[str, Any], task: str, published: int) -> None:
     """The models of the shipped recipes have their published sizes, here and in transformers."""
-    assert sum(shape_of(complete(config) or {}, task).tensors()) == published
+    assert (
+        sum(build_model_shape(fill_config_defaults(config) or {}, task).tensor_sizes()) == published
+    )
     assert parameters(transformers_model(config, task)) == published
 
 
@@ -178,7 +183,7 @@ def test_adapters_have_pefts_count(config: dict[str, Any], task: str, modules: l
 
 def known(recipe: Recipe, micro: int = 2, ranks: int = 1) -> Memory:
     """Return the estimate of a recipe, which must have one."""
-    memory = estimate(recipe, micro, ranks)
+    memory = estimate_rank_memory(recipe, micro, ranks)
     assert memory is not None
     return memory
 
@@ -196,7 +201,7 @@ def known(recipe: Recipe, micro: int = 2, ranks: int = 1) -> Memory:
 def test_no_guess_where_the_count_is_not_known(model: dict[str, Any]) -> None:
     """There is no estimate for other models, weights on disk and unusual adapters."""
     # The worker counts those after it has built the model.
-    assert estimate(bert(model=model), 2, 1) is None
+    assert estimate_rank_memory(bert(model=model), 2, 1) is None
 
 
 # Optimizer and precision -> bytes per parameter of (weights, gradients, optimizer) on one rank.
@@ -286,7 +291,7 @@ def test_zero_3_keeps_small_tensors_whole() -> None:
     """Tensors up to DeepSpeed's threshold stay whole beside their pieces."""
     # With the default threshold biases and norms stay whole, then none, then all tensors.
     config = {**BERT, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2}
-    sizes = shape_of(complete(config) or {}, "masked-lm").tensors()
+    sizes = build_model_shape(fill_config_defaults(config) or {}, "masked-lm").tensor_sizes()
     # By hand: each of 2 layers has 4 biases of 512, biases of 1024 and 512, and 4 vectors of norms.
     # Outside the layers are type embeddings (2 x 512) and their norm, and the head's bias, norm and
     # bias of the words.
@@ -316,7 +321,7 @@ def test_buckets_of_gradients(device: str, ranks: int, expected: tuple[int, ...]
     # On CUDA (0 in `expected`) they have half a billion elements; on a CPU (1) no more than there
     # are parameters. ZeRO 3 on CUDA also gathers weights, here all of them.
     made = bert(precision="bf16")
-    memory = estimate(made, 2, ranks, device)
+    memory = estimate_rank_memory(made, 2, ranks, device)
     assert memory is not None
     found = [parts.buckets for _, parts in memory.by_stage]
     most = [0, 0 if ranks == 1 else 2 * memory.trainable, *[2 * 500_000_000] * 3]
@@ -409,7 +414,7 @@ def test_vocabulary_of_the_tokenizer(config: dict[str, Any], tokenizer: Any, wor
 @pytest.mark.parametrize(("size", "padded"), [(1, 8), (8, 8), (9, 16), (30522, 30528)])
 def test_padded_vocabulary(size: int, padded: int) -> None:
     """The vocabulary is rounded up to a multiple of 8."""
-    assert padded_vocabulary(size) == padded
+    assert rounded_vocabulary_size(size) == padded
 
 
 def test_plan_of_llama_for_eight_gpus() -> None:
@@ -445,7 +450,9 @@ def test_start_and_host_of_llama(
     # In bytes per parameter. ORTModule adds whole gradients.
     adam = {"name": "fused_adam", "learning_rate": 1e-4}
     model = {"task": "causal-lm", "config": LLAMA_7B}
-    memory = estimate(bert(model=model, optimizer=adam, precision="fp16", **sections), 1, 8, "cuda")
+    memory = estimate_rank_memory(
+        bert(model=model, optimizer=adam, precision="fp16", **sections), 1, 8, "cuda"
+    )
     assert memory is not None
     n = 6_738_415_616
     assert dict(memory.by_stage)[memory.chosen].gradients == pytest.approx(n * gradients)

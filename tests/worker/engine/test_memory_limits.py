@@ -16,8 +16,8 @@ from ortlaunch import machine
 from ortlaunch.errors import PlanError
 from ortlaunch.launch_plan import ProcessMemory
 from ortlaunch.ortmodule import Settings, options
-from ortlaunch.planning.capacity import crowded
-from ortlaunch.planning.workload import workload
+from ortlaunch.planning.capacity import crowded_host_notes
+from ortlaunch.planning.workload import plan_workload
 from ortlaunch.worker.engine.memory_limits import RankLimits
 from tests import labs
 from tests.kernel_files import GiB, KernelFiles
@@ -40,10 +40,10 @@ def test_plan_trial_and_export_see_one_limit(
     refused = f"{name} is 2.0 GiB; use fewer ranks"
     with pytest.raises(PlanError, match=refused):
         list(
-            crowded(
+            crowded_host_notes(
                 world := world_of(recipe(), [host("localhost", 11)], "torchrun"),
-                workload(recipe(), world, ProcessMemory(200 << 20, 0)),
-                planned_only=False,
+                plan_workload(recipe(), world, ProcessMemory(200 << 20, 0)),
+                is_planned_only=False,
             )
         )
     limits = {

@@ -14,16 +14,16 @@ import transformers
 
 from ortlaunch import machine
 from ortlaunch.planning.prediction import (
-    Counted,
-    cached,
-    contradictions,
-    lines,
-    path,
-    predict,
-    record_step,
-    seconds_by_kind,
+    StepWork,
+    contradictory_operators,
+    predict_by_engine,
+    prediction_lines,
+    prediction_path,
+    read_cached_prediction,
+    record_measured_step,
+    seconds_by_operator,
 )
-from ortlaunch.recipe import load
+from ortlaunch.recipe import load_recipe
 from ortlaunch.resolve import shipped
 from ortlaunch.run_folder.folder import write_json_atomically
 from ortlaunch.worker.engine import prediction
@@ -32,7 +32,7 @@ from ortlaunch.worker.model.model import LossModule
 from tests import makers
 from tests.training import run_here
 
-RECIPE = load(shipped.find("llama2-7b/tiny"), ["engine.name=eager"]).recipe
+RECIPE = load_recipe(shipped.find_shipped_recipe("llama2-7b/tiny"), ["engine.name=eager"]).recipe
 CPU = torch.device("cpu")
 
 
@@ -56,13 +56,13 @@ def test_work_of_a_llama_is_that_of_its_matrices() -> None:
     matrices = sum(
         p.numel() for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n
     )
-    flops = sum(units for kind, _, units in one.work if kind == "matmul")
+    flops = sum(units for kind, _, units in one.operators if kind == "matmul")
     assert flops == 6 * matrices * 256
-    assert sum(units for kind, _, units in two.work if kind == "matmul") == 2 * flops
+    assert sum(units for kind, _, units in two.operators if kind == "matmul") == 2 * flops
     # Adam's step is not repeated.
-    adam = [[each for each in found.work if each[0] == "adam"] for found in (one, two)]
+    adam = [[each for each in found.operators if each[0] == "adam"] for found in (one, two)]
     assert adam[0] == adam[1] != []
-    assert one.model == 16 * sum(p.numel() for p in model.parameters()) + 4 * 21
+    assert one.model_bytes == 16 * sum(p.numel() for p in model.parameters()) + 4 * 21
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
 
@@ -76,10 +76,11 @@ def test_attention_is_counted_as_transformers_calls_it(hidden: int) -> None:
     counted, computed = (
         count_step_work(RECIPE, model, batch, CPU, 1, values) for values in (False, True)
     )
-    kinds = {kind for kind, *_ in counted.work}
+    kinds = {kind for kind, *_ in counted.operators}
     assert ("causal attention" in kinds, "attention" in kinds) == (not hidden, bool(hidden))
     attention = [
-        {each for each in found.work if "attention" in each[0]} for found in (counted, computed)
+        {each for each in found.operators if "attention" in each[0]}
+        for found in (counted, computed)
     ]
     assert attention[0] == attention[1] != set()
 
@@ -91,8 +92,8 @@ def test_frozen_parameters_have_no_gradients() -> None:
     frozen = model.model.get_input_embeddings().requires_grad_(False).weight
     found = count_step_work(RECIPE, model, batch, CPU, 1)
     # Its gradient, Adam's two moments, and the count of Adam's steps.
-    assert whole.model - found.model == 3 * frozen.nbytes + 4
-    assert found.peak < whole.peak
+    assert whole.model_bytes - found.model_bytes == 3 * frozen.nbytes + 4
+    assert found.peak_bytes < whole.peak_bytes
 
 
 def test_peak_is_that_of_a_real_step() -> None:
@@ -109,7 +110,7 @@ def test_peak_is_that_of_a_real_step() -> None:
         optimizer.step()
         optimizer.zero_grad()
     peak = tracker.get_tracker_snapshot("peak")[CPU]["Total"]
-    assert count_step_work(RECIPE, model, batch, CPU, 1).peak == pytest.approx(peak, rel=0.02)
+    assert count_step_work(RECIPE, model, batch, CPU, 1).peak_bytes == pytest.approx(peak, rel=0.02)
 
 
 def test_rates_cover_all_kinds_of_work(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,26 +122,32 @@ def test_rates_cover_all_kinds_of_work(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = llama()
     rates = measure_operator_rates(CPU, torch.float32)
     counted = count_step_work(RECIPE, model, batch, CPU, 1)
-    assert {kind for kind, *_ in counted.work} <= rates.keys()
+    assert {kind for kind, *_ in counted.operators} <= rates.keys()
     assert rates["matmul"][-1][1] < rates["matmul"][0][1]
-    begun = predict(RECIPE, "cpu", counted, rates, "llama")
+    begun = predict_by_engine(RECIPE, "cpu", counted, rates, "llama")
     assert begun.keys() == {"eager", "inductor", "ort"}
     assert 0 < begun["eager"]["seconds"] < 10
     # A compared step on ort takes more memory; a GPU's allocator counts tensors alone.
     compared = RECIPE.model_copy(
         update={"engine": RECIPE.engine.model_copy(update={"parity_steps": 2})}
     )
-    assert predict(compared, "cpu", counted, rates, "llama")["eager"] == begun["eager"]
-    assert predict(RECIPE, "cpu", counted, rates, "opt")["ort"]["memory"] > begun["ort"]["memory"]
-    assert predict(RECIPE, "cuda", counted, rates, "llama")["eager"]["memory"] == counted.peak
+    assert predict_by_engine(compared, "cpu", counted, rates, "llama")["eager"] == begun["eager"]
+    assert (
+        predict_by_engine(RECIPE, "cpu", counted, rates, "opt")["ort"]["memory"]
+        > begun["ort"]["memory"]
+    )
+    assert (
+        predict_by_engine(RECIPE, "cuda", counted, rates, "llama")["eager"]["memory"]
+        == counted.peak_bytes
+    )
 
 
 def test_rate_between_two_sizes_is_interpolated() -> None:
     """Between measured sizes a rate is interpolated in logarithms; beyond them it is the last."""
     rates = {"matmul": [(10.0, 1.0), (1000.0, 0.01)]}
     for size, seconds in ((1, 1.0), (10, 1.0), (100, 0.1), (1000, 0.01), (5000, 0.01)):
-        counted = Counted([("matmul", size, 1.0)], 0, 0)
-        assert seconds_by_kind(counted, rates) == {"matmul": pytest.approx(seconds)}
+        counted = StepWork([("matmul", size, 1.0)], 0, 0)
+        assert seconds_by_operator(counted, rates) == {"matmul": pytest.approx(seconds)}
 
 
 def test_a_prediction_in_doubt_is_not_printed(
@@ -151,18 +158,18 @@ def test_a_prediction_in_doubt_is_not_printed(
     model, batch = llama()
     busy = iter((["sort (7): 98% of a core"], []))
     monkeypatch.setattr(machine, "busy_processes", lambda: next(busy))
-    kinds = {kind for kind, *_ in count_step_work(RECIPE, model, batch, CPU, 1).work}
+    kinds = {kind for kind, *_ in count_step_work(RECIPE, model, batch, CPU, 1).operators}
     rates = {kind: [(1.0, 1.0)] for kind in kinds}
     # Measuring takes seconds and is test_rates_cover_all_kinds_of_work's.
     monkeypatch.setattr(prediction, "measure_operator_rates", lambda *_: rates)
     plan = makers.plan(RECIPE)
     prediction.write_prediction(RECIPE, plan, model, batch)
-    found = cached(RECIPE, plan)
+    found = read_cached_prediction(RECIPE, plan)
     assert found is not None
     assert found.doubt == "1 other process ran while the rates were measured"
-    assert [*lines(RECIPE, plan)][-1] == "    sort (7): 98% of a core"
+    assert [*prediction_lines(RECIPE, plan)][-1] == "    sort (7): 98% of a core"
     prediction.write_prediction(RECIPE, plan, model, batch)
-    again = cached(RECIPE, plan)
+    again = read_cached_prediction(RECIPE, plan)
     assert again is not None
     assert again.doubt == ""
 
@@ -172,12 +179,12 @@ def test_runs_correct_predictions(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path))
     plan = makers.plan(RECIPE)
     engines = {name: {"seconds": 3.0, "memory": 1} for name in ("eager", "ort")}
-    write_json_atomically(path(RECIPE, plan), {"engines": engines, "others": []})
-    record_step(RECIPE, plan, "eager", 0.3)
-    found = cached(RECIPE, plan)
+    write_json_atomically(prediction_path(RECIPE, plan), {"engines": engines, "others": []})
+    record_measured_step(RECIPE, plan, "eager", 0.3)
+    found = read_cached_prediction(RECIPE, plan)
     assert found is not None
-    assert (found.seconds("eager"), found.seconds("ort")) == (0.3, pytest.approx(0.3))
-    assert any("0.3 (of a run)" in line for line in lines(RECIPE, plan))
+    assert (found.step_seconds("eager"), found.step_seconds("ort")) == (0.3, pytest.approx(0.3))
+    assert any("0.3 (of a run)" in line for line in prediction_lines(RECIPE, plan))
 
 
 @pytest.mark.parametrize(
@@ -192,7 +199,7 @@ def test_rates_that_contradict_themselves(
     curve: list[tuple[float, float]], is_wrong: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such rates are measured again, some times, and are named if they stay."""
-    assert contradictions({"matmul": curve}) == ["matmul"] * is_wrong
+    assert contradictory_operators({"matmul": curve}) == ["matmul"] * is_wrong
     seconds = iter([1.0, 1.0, 500.0, 1.0] if is_wrong else [1.0, 1.0, 1.0])
     monkeypatch.setattr(
         prediction, "_calls_by_kind", lambda *_: [("sum", lambda: torch.ones(8).sum())]
@@ -201,7 +208,7 @@ def test_rates_that_contradict_themselves(
     rounds: list[object] = []
     monkeypatch.setattr(
         prediction.prediction,
-        "contradictions",
+        "contradictory_operators",
         lambda rates: rounds.append(rates) or (["sum"] if is_wrong and len(rounds) < 2 else []),
     )
     measure_operator_rates(CPU, torch.float32)
@@ -220,9 +227,9 @@ def test_end_of_a_run_prints_the_prediction_beside_the_measurement(
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
     name = "llama2-7b/tiny"
     changes = ("engine.name=eager", "train.max_steps=6")
-    found = plan_run(shipped.find(name), changes, None, {})
-    recipe = found.resolved.file.recipe
-    assert "not predicted" in next(lines(recipe, found.plan))
+    found = plan_run(shipped.find_shipped_recipe(name), changes, None, {})
+    recipe = found.resolved.recipe_file.recipe
+    assert "not predicted" in next(prediction_lines(recipe, found.plan))
     monkeypatch.setattr(sys, "argv", ["ortlaunch", "plan", name, *changes, "--predict"])
     with pytest.raises(SystemExit) as end:
         main()

@@ -11,9 +11,9 @@ import huggingface_hub
 import pytest
 from huggingface_hub import ModelCard, constants
 
-from ortlaunch.commands.export import ExportOptions, export
+from ortlaunch.commands.export import ExportOptions, export_checkpoint
 from ortlaunch.errors import InputError, LaunchError, OrtlaunchError, RunError
-from ortlaunch.recipe import to_yaml
+from ortlaunch.recipe import dump_recipe_yaml
 from ortlaunch.run_folder.engine_report import EngineChoice
 from ortlaunch.run_folder.folder import RunDir, write_json_atomically, write_text_atomically
 from ortlaunch.worker.export.export import write_huggingface
@@ -38,7 +38,7 @@ def run(tmp_path: Path) -> RunDir:
     model = {"task": "masked-lm", "pretrained": "google/bert"}
     # A secret, and a value that would end a Markdown fence.
     made = bert(data=data, model=model, launch={"env": {"MY_TOKEN": "secret", "FENCE": "```"}})
-    write_text_atomically(run.recipe, to_yaml(made))
+    write_text_atomically(run.recipe, dump_recipe_yaml(made))
     write_text_atomically(run.metrics, "".join(json.dumps(line) + "\n" for line in LINES))
     write_json_atomically(run.engine, engine_report("ort", onnxruntime=onnxruntime()).to_json())
     write_text_atomically(run.export_folder(4, "huggingface") / "model.safetensors", "weights")
@@ -105,7 +105,10 @@ def test_an_export_that_is_there_is_uploaded(
     )
     write_text_atomically(run.plan, "{}")
     write_text_atomically(run.checkpoint_folder(4) / "COMPLETE", "")
-    assert export(run, ExportOptions(push="me/model"), ("stdout", "stderr")) == folder
+    assert (
+        export_checkpoint(run, ExportOptions(push_target="me/model"), ("stdout", "stderr"))
+        == folder
+    )
     assert f"pushed: {hub.address}" in capfd.readouterr().out
     assert hub.files["README.md"] == b"mine"
 
@@ -203,6 +206,6 @@ def test_a_refusal_ends_the_command(
     write_text_atomically(run.plan, "{}")
     write_text_atomically(run.checkpoint_folder(9) / "COMPLETE", "")
     with pytest.raises(RunError, match=r"^--push me/model:") as raised:
-        export(run, ExportOptions(push="me/model"))
+        export_checkpoint(run, ExportOptions(push_target="me/model"))
     assert (raised.value.exit_status, capfd.readouterr()) == (2, ("", ""))
     assert not run.export_folder(9, "huggingface").exists()

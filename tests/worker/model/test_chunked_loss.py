@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ortlaunch.planning.loss_chunks import chunk_rows
-from ortlaunch.planning.memory import estimate
-from ortlaunch.recipe.rules.rules import broken
+from ortlaunch.planning.loss_chunks import rows_per_loss_chunk
+from ortlaunch.planning.memory import estimate_rank_memory
+from ortlaunch.recipe.rules.rules import broken_rule_problems
 from ortlaunch.run_folder.engine_report import ChunkedLoss
 from ortlaunch.worker.engine.comparison import compare_passes
 from ortlaunch.worker.model.chunked_head import chunk_head
@@ -288,14 +288,16 @@ def test_the_model_gets_its_head_back() -> None:
 def test_auto_is_for_large_vocabularies() -> None:
     """`auto` uses chunks of 20 MiB, and none if one chunk would have all logits."""
     # 640 rows of 8,192 words in float32 are 20 MiB.
-    assert [chunk_rows("auto", 1024, words, "cpu") for words in (1000, 8192, 32_000, 300_000)] == [
+    assert [
+        rows_per_loss_chunk("auto", 1024, words, "cpu") for words in (1000, 8192, 32_000, 300_000)
+    ] == [
         0,
         640,
         160,
         128,
     ]
-    assert [chunk_rows("auto", rows, 32_000, "cuda") for rows in (1024, 4096)] == [0, 1024]
-    assert [chunk_rows(asked, 1024, 32_000, "cpu") for asked in ("off", 100)] == [0, 100]
+    assert [rows_per_loss_chunk("auto", rows, 32_000, "cuda") for rows in (1024, 4096)] == [0, 1024]
+    assert [rows_per_loss_chunk(asked, 1024, 32_000, "cpu") for asked in ("off", 100)] == [0, 100]
     module = built("causal-lm", "llama")
     assert chunk(module, "causal-lm", "auto").why == "logits of 48 x 300 are small"
     assert module.chunked is None
@@ -319,11 +321,13 @@ def test_rows_that_do_nothing_are_refused(sections: dict[str, Any], why: str) ->
     made = bert if "zero" in sections else recipe
     assert any(
         why in text
-        for _, text in broken(made(engine={"name": "eager", "chunked_loss": 64}, **sections))
+        for _, text in broken_rule_problems(
+            made(engine={"name": "eager", "chunked_loss": 64}, **sections)
+        )
     )
     for word in ("auto", False, "off"):
         chosen = made(engine={"name": "eager", "chunked_loss": word}, **sections)
-        assert not any("chunked" in path[0] for path, _ in broken(chosen))
+        assert not any("chunked" in path[0] for path, _ in broken_rule_problems(chosen))
         # YAML reads `off` as false.
         assert chosen.engine.chunked_loss in ("auto", "off")
 
@@ -334,7 +338,7 @@ def test_the_memory_plan_knows_chunks() -> None:
     big = {**BERT, "vocab_size": 32_000}
     data = {"train": "python-docs", "tokenizer": "here", "sequence_length": 128}
     chunked, plain = (
-        estimate(
+        estimate_rank_memory(
             bert(
                 model={"task": "masked-lm", "config": big},
                 data=data,

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from ortlaunch.errors import InputError
-from ortlaunch.planning.memory import estimate
+from ortlaunch.planning.memory import estimate_rank_memory
 from ortlaunch.recipe.fields.model import Lora
-from ortlaunch.recipe.rules.rules import broken, device_rules
+from ortlaunch.recipe.rules.rules import broken_rule_problems, device_rules
 from ortlaunch.worker.model.model import LossModule, _add_adapters, _enable_checkpointing
 from tests.makers import bert, recipe
 
@@ -142,7 +142,7 @@ def test_the_plan_keeps_a_layers_input_alone() -> None:
             model={"task": "masked-lm", "config": sizes, "gradient_checkpointing": checkpointing},
             engine={"name": "ort", "memory_optimization": level},
         )
-        planned = estimate(made, 8, 1)
+        planned = estimate_rank_memory(made, 8, 1)
         assert planned is not None
         activations.append(planned.by_stage[0][1].activations)
     assert activations[1] == activations[2] < activations[0] / 3
@@ -156,12 +156,16 @@ def test_what_would_do_nothing_is_refused() -> None:
     def said(**engine: Any) -> str:
         custom = {"task": "custom", "factory": "mine:model", "gradient_checkpointing": True}
         made = recipe(model=custom, engine={"name": "ort", **engine})
-        return "\n".join(text for _, text in [*broken(made), *device_rules(made, "cpu")])
+        return "\n".join(
+            text for _, text in [*broken_rule_problems(made), *device_rules(made, "cpu")]
+        )
 
     assert said() == ""
     own = {"task": "custom", "factory": "mine:model", "offload_activations": True}
     offloads = recipe(model=own, engine={"name": "inductor"})
-    assert "engine eager alone has it" in "\n".join(text for _, text in broken(offloads))
+    assert "engine eager alone has it" in "\n".join(
+        text for _, text in broken_rule_problems(offloads)
+    )
     on_cpu = "\n".join(text for _, text in device_rules(offloads, "cpu"))
     assert "has no effect on a CPU" in on_cpu
     assert "has no effect with memory optimization" in said(torch_matmul=True)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ortlaunch import machine
 from ortlaunch.errors import EngineError
-from ortlaunch.recipe.rules.rules import broken, device_rules
+from ortlaunch.recipe.rules.rules import broken_rule_problems, device_rules
 from ortlaunch.worker.engine.comparison import compare_passes
 from ortlaunch.worker.model.matmul_precision import (
     matmul_precision_record,
@@ -125,10 +125,10 @@ def test_it_is_every_engines_and_float32s() -> None:
     """All engines accept the setting; precisions of 16 bits refuse it."""
     for name in ("eager", "inductor", "ort", "auto"):
         made = recipe(engine={"name": name, "matmul_precision": "medium"})
-        assert not [*broken(made), *device_rules(made, "cpu")]
+        assert not [*broken_rule_problems(made), *device_rules(made, "cpu")]
     said = [
         text
-        for _, text in broken(
+        for _, text in broken_rule_problems(
             recipe(engine={"name": "eager", "matmul_precision": "high"}, precision="bf16")
         )
     ]
@@ -198,7 +198,7 @@ def test_onednn_is_refused_where_it_does_nothing() -> None:
 
     def said(**fields: Any) -> list[str]:
         made = recipe(**fields)
-        return [text for _, text in (*broken(made), *device_rules(made, "cuda"))]
+        return [text for _, text in (*broken_rule_problems(made), *device_rules(made, "cuda"))]
 
     on = {"name": "eager", "onednn": True}
     assert said(engine=on) == [

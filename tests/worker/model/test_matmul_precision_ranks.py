@@ -61,7 +61,7 @@ def found(
                 engine={"name": name, "matmul_precision": word, **({"onednn": False} if word == "highest" else {})},
             )  # fmt: skip
             run = RunDir(folder / f"{name}-{i}")
-            write_text_atomically(run.recipe, recipe.to_yaml(asked))
+            write_text_atomically(run.recipe, recipe.dump_recipe_yaml(asked))
             planned = plan(asked, [host("localhost", 2)], launcher="torchrun")
             write_text_atomically(
                 # The module of the model is in this folder.

@@ -6,8 +6,14 @@ from typing import Any
 
 import pytest
 
-from ortlaunch.recipe.fields.deepspeed_keys import NESTED
-from ortlaunch.recipe.fields.families import BERT, COMMON, COMMON_DEFAULTS, LINEAR_LAYERS, LLAMA
+from ortlaunch.recipe.fields.deepspeed_keys import NESTED_KEYS
+from ortlaunch.recipe.fields.families import (
+    BERT_DEFAULTS,
+    COMMON_DEFAULTS,
+    COMMON_FIELDS,
+    LINEAR_LAYERS,
+    LLAMA_DEFAULTS,
+)
 
 
 def defaults(config: Any) -> dict[str, Any]:
@@ -23,9 +29,12 @@ def test_families_hold_the_fields_of_transformers() -> None:
     older = {"position_embedding_type", "rope_theta", "rope_scaling"}
     # transformers derives them from other fields if they are not set.
     derived = {"num_key_value_heads", "head_dim", "rope_parameters"}
-    for table, config in ((BERT, transformers.BertConfig), (LLAMA, transformers.LlamaConfig)):
+    for table, config in (
+        (BERT_DEFAULTS, transformers.BertConfig),
+        (LLAMA_DEFAULTS, transformers.LlamaConfig),
+    ):
         theirs = defaults(config)
-        assert set(theirs) - set(table) - COMMON == set()
+        assert set(theirs) - set(table) - COMMON_FIELDS == set()
         assert set(table) - set(theirs) <= older
         same = (set(table) & set(theirs)) - derived
         assert {name: table[name] for name in same} == {name: theirs[name] for name in same}
@@ -36,7 +45,7 @@ def test_common_defaults_are_of_the_right_kind() -> None:
     # The type of the default decides which values a field accepts.
     transformers = pytest.importorskip("transformers")
     for name, value in COMMON_DEFAULTS.items():
-        assert name in COMMON
+        assert name in COMMON_FIELDS
         assert type(getattr(transformers.BertConfig(), name, value)) is type(value)
 
 
@@ -87,4 +96,4 @@ def test_deepspeed_keys_are_those_of_deepspeed() -> None:
             *model.model_fields,
             *(info.alias for info in model.model_fields.values() if info.alias),
         }
-        assert names - set(NESTED[section]) == set()
+        assert names - set(NESTED_KEYS[section]) == set()

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from ortlaunch.model_tasks import MODEL_TASKS
-from ortlaunch.planning.memory import estimate, full_config
-from ortlaunch.planning.model_sizes import SHAPES, shape_of
-from ortlaunch.recipe import Recipe, load
-from ortlaunch.recipe.fields.families import DECODERS, FAMILIES, sized
+from ortlaunch.planning.memory import estimate_rank_memory, full_config
+from ortlaunch.planning.model_sizes import SHAPE_BY_MODEL_TYPE, build_model_shape
+from ortlaunch.recipe import Recipe, load_recipe
+from ortlaunch.recipe.fields.families import DECODERS, FAMILIES, normalize_sizes
 from ortlaunch.recipe.fields.model import Lora
 from ortlaunch.resolve import shipped
 from ortlaunch.worker.model.model import _add_adapters
@@ -34,7 +34,7 @@ OWN: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 MODELS = [
     name.removeprefix("models/")
-    for name in shipped.names()
+    for name in shipped.shipped_recipe_names()
     if name.startswith("models/") and not name.endswith("-lora")
 ]
 # Decoders have the same tests in tests/worker/engine/test_memory.py.
@@ -48,7 +48,7 @@ PUBLISHED = {
 
 def recipe(name: str) -> Recipe:
     """Return a curated recipe by name."""
-    return load(shipped.find(f"models/{name}")).recipe
+    return load_recipe(shipped.find_shipped_recipe(f"models/{name}")).recipe
 
 
 def built(recipe: Recipe, device: str, **more: Any) -> Any:
@@ -71,7 +71,7 @@ def built(recipe: Recipe, device: str, **more: Any) -> Any:
 def test_each_family_is_compared() -> None:
     """Every family of planning/model_sizes.py is compared, here or with BERT and Llama."""
     published = {(recipe(name).model.config or {})["model_type"] for name in PUBLISHED}
-    assert published | {*SMALL, *FAMILIES, *DECODERS} == set(SHAPES)
+    assert published | {*SMALL, *FAMILIES, *DECODERS} == set(SHAPE_BY_MODEL_TYPE)
 
 
 # Sizes of small models, and the tasks that their family has.
@@ -111,9 +111,9 @@ def test_sizes_are_those_of_transformers(kind: str) -> None:
         config = transformers.AutoConfig.for_model(kind, **fields, **more)
         with torch.device("meta"):
             model = getattr(transformers, MODEL_TASKS[task].auto_class).from_config(config)
-        planned = sized({"model_type": kind, **fields, "num_labels": 3})
+        planned = normalize_sizes({"model_type": kind, **fields, "num_labels": 3})
         assert planned is not None
-        sizes = shape_of(planned, task).tensors()
+        sizes = build_model_shape(planned, task).tensor_sizes()
         assert sum(sizes) == sum(weight.numel() for weight in model.parameters()), task
 
 
@@ -146,7 +146,7 @@ def test_adapters_of_all_linear_layers_are_pefts(kind: str) -> None:
         data = {"train": {"format": "jsonl", "path": "x"}, "tokenizer": "x", "sequence_length": 128}
         own = {"model_type": kind, **fields, "num_labels": 1}
         model = {"task": task, "config": own, "lora": lora.model_dump()}
-        memory = estimate(bert(model=model, data=data, zero=None), 1, 1)
+        memory = estimate_rank_memory(bert(model=model, data=data, zero=None), 1, 1)
         assert memory is not None
         assert memory.trainable == count, task
 
@@ -177,7 +177,7 @@ def test_a_layer_of_other_families_keeps_what_is_planned(kind: str) -> None:
             engine={"name": "eager"},
             zero=None,
         )
-        memory = estimate(made, 2, 1, "cpu")
+        memory = estimate_rank_memory(made, 2, 1, "cpu")
         assert memory is not None
         planned.append(dict(memory.by_stage)["DDP"].activations)
     assert planned[1] - planned[0] == pytest.approx(measured[1] - measured[0], rel=0.1)
@@ -190,14 +190,17 @@ def test_sizes_are_the_published_ones(name: str) -> None:
     whole = recipe(name)
     model = built(whole, "meta")
     assert sum(weight.numel() for weight in model.parameters()) == PUBLISHED[name]
-    assert sum(shape_of(full_config(whole) or {}, whole.model.task).tensors()) == PUBLISHED[name]
+    assert (
+        sum(build_model_shape(full_config(whole) or {}, whole.model.task).tensor_sizes())
+        == PUBLISHED[name]
+    )
     adapters = recipe(f"{name}-lora")
     assert adapters.model.lora is not None
     lora = peft.LoraConfig(
         r=adapters.model.lora.r, target_modules=list(adapters.model.lora.target_modules)
     )
     trained = [p.numel() for p in peft.get_peft_model(model, lora).parameters() if p.requires_grad]
-    planned = estimate(adapters, 1, 1, "cuda")
+    planned = estimate_rank_memory(adapters, 1, 1, "cuda")
     assert planned is not None
     assert planned.trainable == sum(trained)
 
@@ -238,6 +241,6 @@ def kept(whole: Recipe, layers: int) -> tuple[int, int]:
         }[whole.model.task]
     weights = {p.untyped_storage().data_ptr() for p in net.parameters()}
     measured = saved(lambda: net(**batch, labels=labels).loss, weights)[1]
-    memory = estimate(made, 2, 1, "cuda")
+    memory = estimate_rank_memory(made, 2, 1, "cuda")
     assert memory is not None
     return measured, dict(memory.by_stage)["DDP"].activations

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ortlaunch.recipe import to_yaml
+from ortlaunch.recipe import dump_recipe_yaml
 from ortlaunch.worker import alone
 from ortlaunch.worker.data import LoadedData, tokenizer
 from ortlaunch.worker.data import token_cache as tokens
@@ -31,7 +31,7 @@ def prepare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         made = bert(
             data={**data, "tokenizer": {"train": "wordpiece", "vocab_size": 300}}, **changes
         )
-        request = io.StringIO(json.dumps({"recipe": to_yaml(made)}))
+        request = io.StringIO(json.dumps({"recipe": dump_recipe_yaml(made)}))
         monkeypatch.setattr("sys.stdin", request)
         monkeypatch.setattr("sys.argv", ["", "prepare data"])
         # It would tie the test process to its parent.

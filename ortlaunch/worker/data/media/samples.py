@@ -20,7 +20,7 @@ from ortlaunch.cache import add_cache_note
 from ortlaunch.errors import InputError
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.data import Corpus
-from ortlaunch.recipe.inputs import require_no_pointers
+from ortlaunch.recipe.inputs import refuse_lfs_pointers
 from ortlaunch.worker.data.corpus import read_rows, required_value
 from ortlaunch.worker.data.label_rows import SourceSummary, checked_class, labelled_rows, row_text
 from ortlaunch.worker.data.labelled import LabelledTexts
@@ -176,7 +176,7 @@ def _load_image(path: str) -> Any:
         # Upright, and with three colours.
         return load_image(path)
     except (OSError, ValueError) as error:
-        require_no_pointers([path])
+        refuse_lfs_pointers([path])
         raise DataError(f"{path}: cannot be read as an image: {error}") from None
 
 
@@ -198,7 +198,7 @@ def _read_sound(path: str, processor: Any, max_frames: int = sys.maxsize) -> NDA
             channels, width, own_rate, frames, *_ = file.getparams()
             data = file.readframes(min(max_frames, frames))
     except (wave.Error, EOFError) as error:
-        require_no_pointers([path])
+        refuse_lfs_pointers([path])
         raise DataError(f"{path}: is not read as WAV: {error}; {remedy}") from None
     # Whisper's processor would cut the rest off.
     longest = getattr(processor, "n_samples", frames)
