@@ -29,6 +29,7 @@ from ortlaunch.recipe.space import trial_overrides
 from ortlaunch.run_folder import lock
 from ortlaunch.run_folder.folder import RunDir, write_text_atomically
 from ortlaunch.run_folder.lines import read_json_lines
+from ortlaunch.run_folder.origin import planned_steps
 from ortlaunch.search.folder import SweepDir
 from ortlaunch.search.study import Study
 from ortlaunch.units import number_or_none
@@ -191,10 +192,14 @@ class TrialRunner:
         first_metric_values = {
             evaluation_index: values[0] for evaluation_index, values in evaluations.items()
         }
+        # The search is told of every evaluation; after the last one nothing is left to prune.
+        is_bad = has_single_metric and self._study.report_and_ask_to_prune(
+            running.trial_number, first_metric_values
+        )
         if (
-            has_single_metric
-            and self._study.report_and_ask_to_prune(running.trial_number, first_metric_values)
+            is_bad
             and exit_status is None
+            and _last_recorded_step(run) < (planned_steps(run) or math.inf)
         ):
             # Recorded first: a sweep that is killed now does not continue the trial.
             self._study.set_attributes(running.trial_number, pruned=len(evaluations))

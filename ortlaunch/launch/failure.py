@@ -23,6 +23,7 @@ from ortlaunch.run_folder.cause_text import (
 )
 from ortlaunch.run_folder.folder import RunDir, is_disk_full, read_error_record, read_own_json
 from ortlaunch.run_folder.library_messages import match_cause_in_text
+from ortlaunch.run_folder.origin import planned_steps
 
 # Lines of the user's exception that begin like ortlaunch's own output. They are indented, so that
 # a reader or a script does not take them for ortlaunch's.
@@ -319,6 +320,9 @@ def _end_after_stop_without_saving(
     )
     stop_text = f"stopped by {signal.Signals(signal_number).name}"
     complete_checkpoints = run.complete_checkpoints()
+    all_steps = None
+    with contextlib.suppress(DamagedFile, KeyError):
+        all_steps = planned_steps(run)
     can_continue = (
         too_slow
         and signal_number != signal.SIGINT
@@ -326,11 +330,11 @@ def _end_after_stop_without_saving(
         and Plan.read(run.plan).traits.saves
     )
     if complete_checkpoints:
-        lost_steps_text = (
-            " before it had saved; the steps after its newest checkpoint are lost"
-            if can_continue
-            else ""
-        )
+        lost_steps_text = ""
+        if all_steps is not None and complete_checkpoints[-1][0] >= all_steps:
+            lost_steps_text = " after its last step"
+        elif can_continue:
+            lost_steps_text = " before it had saved; the steps after its newest checkpoint are lost"
         stop_text += (
             f"{lost_steps_text}; the newest checkpoint is after step {complete_checkpoints[-1][0]}"
         )

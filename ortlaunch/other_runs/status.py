@@ -25,7 +25,6 @@ from ortlaunch.launch_plan import Plan
 from ortlaunch.launchers import LAUNCHERS
 from ortlaunch.other_runs import queued, registry
 from ortlaunch.process import stopped_process_names
-from ortlaunch.recipe import read_resolved
 from ortlaunch.run_folder import lock
 from ortlaunch.run_folder.cause_text import (
     ADVICE_PREFIX,
@@ -36,6 +35,7 @@ from ortlaunch.run_folder.cause_text import (
 from ortlaunch.run_folder.engine_report import EngineChoice
 from ortlaunch.run_folder.folder import RunDir, json_text, read_own_json, read_own_text
 from ortlaunch.run_folder.lines import read_last_json_lines
+from ortlaunch.run_folder.origin import planned_steps
 from ortlaunch.run_folder.records import from_json
 from ortlaunch.units import clock_duration, count_with_noun, number_or_none
 
@@ -262,7 +262,7 @@ def _read_status(run: RunDir, ask_queue: queued.Queue) -> Status:
     plan = _read_or_note_error(
         error_texts, lambda: Plan.read(run.plan) if run.plan.exists() else None, None
     )
-    planned_steps = _read_or_note_error(error_texts, lambda: _planned_steps(run), None)
+    steps = _read_or_note_error(error_texts, lambda: planned_steps(run), None)
     metrics = _newest_metrics(run, error_texts)
     fallback = _read_or_note_error(error_texts, lambda: _engine_fallback(run), None)
     start_time = datetime.fromisoformat(job.started).timestamp()
@@ -289,7 +289,7 @@ def _read_status(run: RunDir, ask_queue: queued.Queue) -> Status:
         ranks_begun=len(ranks_that_began(run)) if run.request.exists() else 0,
         hosts=len(plan.nodes) if plan else None,
         step=metrics.pop("step", None),
-        steps=planned_steps,
+        steps=steps,
         # Metrics from before the start are those of an earlier start.
         logged_seconds_ago=time.time() - log_time if log_time >= start_time else None,
         metrics=metrics,
@@ -450,19 +450,6 @@ def _newest_metrics(run: RunDir, error_texts: list[str]) -> Json:
     json_lines = read_last_json_lines(run.metrics, _TAIL_BYTES, "step")
     error_texts += json_lines.unreadable
     return {name: value for record in json_lines.values for name, value in record.items()}
-
-
-def _planned_steps(run: RunDir) -> int | None:
-    """Return the number of steps that the run has at its end; None if unknown."""
-    if not run.recipe.exists():
-        return None
-    max_steps = read_resolved(run.recipe).train.max_steps
-    # For a length in epochs, the ranks compute the steps and write them to a file.
-    return (
-        max_steps
-        if max_steps is not None or not run.steps.exists()
-        else int(read_own_json(run.steps)["max_steps"])
-    )
 
 
 _CONCLUSION = (VERDICT_PREFIX, ADVICE_PREFIX, COMMAND_PREFIX, CONTINUE_PREFIX)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ortlaunch.launch_plan import Memory, Plan
-from ortlaunch.planning.memory import reason_memory_is_unknown
+from ortlaunch.planning.memory import assumed_sizes, reason_memory_is_unknown
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.data import HeldOut
 from ortlaunch.recipe.rules.parity import compared_steps
@@ -25,7 +25,7 @@ def describe_plan(plan: Plan, recipe: Recipe) -> str:
     # On one rank ZeRO has nothing to shard.
     has_stage_choice = plan.world_size > 1 or recipe.zero is not None
     memory_text_lines = (
-        memory_lines(planned_memory, has_stage_choice, plan.device)
+        memory_lines(planned_memory, has_stage_choice, plan.device, assumed_sizes(recipe))
         if planned_memory
         else [f"memory: unknown: {reason_memory_is_unknown(recipe)}"]
     )
@@ -152,10 +152,16 @@ def _interval_lines(recipe: Recipe) -> Iterator[str]:
 _MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "buckets", "overhead", "total")
 
 
-def memory_lines(memory: Memory, shows_all_stages: bool, device: str) -> list[str]:
+def memory_lines(
+    memory: Memory, shows_all_stages: bool, device: str, assumed: str = ""
+) -> list[str]:
     """Return the bytes of a rank by kind; a kind that is 0 in all stages is left out.
 
-    shows_all_stages: list every ZeRO stage, not only the chosen one.
+    Args:
+        memory: the memory of a rank.
+        shows_all_stages: list every ZeRO stage, not only the chosen one.
+        device: cpu or cuda.
+        assumed: the sizes that the plan assumes, as `assumed_sizes` returns them.
     """
     stage_rows = [row for row in memory.by_stage if shows_all_stages or row[0] == memory.chosen]
     part_names = [
@@ -196,7 +202,8 @@ def memory_lines(memory: Memory, shows_all_stages: bool, device: str) -> list[st
         if "overhead" in part_names
         else "activations are an estimate"
     )
-    lines.append(f"  {estimate_text}, {bound_text}the rest is exact")
+    rest = f"the rest, and the parameters, are for {assumed}" if assumed else "the rest is exact"
+    lines.append(f"  {estimate_text}, {bound_text}{rest}")
     if device == "cpu":
         source_text = "measured by a run here" if memory.process.is_measured else "a usual value"
         total_bytes = memory.process.total + dict(memory.by_stage)[memory.chosen].total

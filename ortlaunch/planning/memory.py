@@ -24,6 +24,7 @@ from ortlaunch.recipe.fields.data import TokenizerTraining
 from ortlaunch.recipe.fields.families import (
     DECODERS,
     SIZE_FIELDS,
+    SIZE_FIELDS_BY_TYPE,
     fill_config_defaults,
     normalize_sizes,
 )
@@ -50,7 +51,7 @@ _COMPARED_SHARE = 1.0
 # DeepSpeed's modules without MLflow and TorchInductor, which no run imports, and its engine: 17 to 29
 # MiB beside a run without it, at the tiny recipes.
 _DEEPSPEED_BYTES = 25 << 20
-# Modules that an evaluation with labels imports.
+# Modules that an evaluation of classes, numbers or transcripts imports: 29 to 36 MiB.
 _TORCHMETRICS_BYTES = 35 << 20
 # Added on engine ort for Llama, whose graph has many nodes for RMSNorm and rotary positions, and
 # added (again) for adapters.
@@ -73,14 +74,7 @@ def full_config(recipe: Recipe) -> Json | None:
     pretrained_config = (
         read_local_config(recipe.model.pretrained) if recipe.model.pretrained else {}
     )
-    merged_config = {**(pretrained_config or {}), **recipe_config}
-    tokenizer = recipe.data.tokenizer
-    if (
-        not recipe.model.pretrained
-        and isinstance(tokenizer, TokenizerTraining)
-        and "vocab_size" not in recipe_config
-    ):
-        merged_config["vocab_size"] = rounded_vocabulary_size(tokenizer.vocab_size)
+    merged_config = _known_fields(recipe)
     # If the model's own config is not known, the recipe must have all sizes.
     filled_config = (
         None
@@ -88,6 +82,39 @@ def full_config(recipe: Recipe) -> Json | None:
         else fill_config_defaults(merged_config)
     )
     return filled_config or normalize_sizes(merged_config)
+
+
+def _known_fields(recipe: Recipe) -> Json:
+    """Return the fields of the model's config that its files and the recipe give."""
+    own = recipe.model.config or {}
+    known = read_local_config(recipe.model.pretrained) if recipe.model.pretrained else {}
+    given = {**(known or {}), **own}
+    tokenizer = recipe.data.tokenizer
+    if (
+        not recipe.model.pretrained
+        and isinstance(tokenizer, TokenizerTraining)
+        and "vocab_size" not in own
+    ):
+        given["vocab_size"] = rounded_vocabulary_size(tokenizer.vocab_size)
+    return given
+
+
+def assumed_sizes(recipe: Recipe) -> str:
+    """Return what a plan assumes of the model's sizes before the data are read; "" for nothing."""
+    own = recipe.model.config or {}
+    tokenizer = recipe.data.tokenizer
+    parts = []
+    if (
+        isinstance(tokenizer, TokenizerTraining)
+        and not recipe.model.pretrained
+        and "vocab_size" not in own
+    ):
+        parts.append(f"at most {tokenizer.vocab_size:,} tokens of data.tokenizer")
+    traits = recipe.model.traits
+    has_classes = traits.has_new_head and traits.label != "number"
+    if has_classes and "num_labels" not in _known_fields(recipe):
+        parts.append("2 classes (model.config.num_labels)")
+    return " and ".join(parts)
 
 
 def estimate_rank_memory(
@@ -243,7 +270,8 @@ def _process_overhead_bytes(
     """
     engine_names = _OVERHEAD_BY_ENGINE if recipe.engine.name == "auto" else [recipe.engine.name]
     module_bytes = _DEEPSPEED_BYTES if recipe.zero else 0
-    if recipe.data.evaluation is not None and recipe.model.traits.label:
+    traits = recipe.model.traits
+    if recipe.data.evaluation is not None and (traits.label or traits.media):
         module_bytes += _TORCHMETRICS_BYTES
     return module_bytes + max(
         int(
@@ -279,9 +307,12 @@ def reason_memory_is_unknown(recipe: Recipe) -> str:
     if model_type not in SHAPE_BY_MODEL_TYPE:
         return f"models of type {model_type} have no estimate; a training records its memory in memory.json"
     if full_config(recipe) is None:
+        fields = _known_fields(recipe)
+        needed = SIZE_FIELDS_BY_TYPE.get(str(model_type), sorted(SIZE_FIELDS))
+        missing = ", ".join(name for name in needed if fields.get(name) is None)
         return (
-            f"a plan needs the sizes of a {model_type} in model.config, as its config.json has them; "
-            "a training records its memory in memory.json"
+            f"a plan needs {missing or 'other sizes'} of a {model_type} in model.config, as its "
+            "config.json has them; a training records its memory in memory.json"
         )
     if model.lora is None:
         return f"models of type {model_type} have no estimate for task {model.task}"

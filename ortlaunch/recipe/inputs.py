@@ -211,10 +211,12 @@ def pretrained_files(field_key: str, folder: str) -> list[str]:
 
 
 def lfs_pointer_messages(file_paths: Iterable[str]) -> Iterator[str]:
-    """Yield a sentence for each file that is a pointer of git-lfs."""
+    """Yield a sentence for each file that is a pointer of git-lfs, or that is not readable."""
     for path in file_paths:
-        # A file that cannot be read is an error where it is read.
-        if not (os.path.isfile(path) and os.access(path, os.R_OK)):
+        if not os.path.isfile(path):
+            continue
+        if not os.access(path, os.R_OK):
+            yield f"{path} cannot be read by this user: check its owner and mode (ls -l)"
             continue
         with open(path, "rb") as file:
             if file.read(len(LFS_POINTER)) == LFS_POINTER:
@@ -222,7 +224,7 @@ def lfs_pointer_messages(file_paths: Iterable[str]) -> Iterator[str]:
 
 
 def refuse_lfs_pointers(file_paths: Iterable[str]) -> None:
-    """Refuse pointers of git-lfs.
+    """Refuse pointers of git-lfs, and files that are not readable.
 
     Raises:
         InputError: a file is one.

@@ -243,8 +243,11 @@ def _precision_text(record: Record) -> str | None:
 def _passes_text(record: Record) -> str | None:
     if not record.ort:
         return None
-    pass_names = ("forward", "backward", "evaluation")
-    return ", ".join(f"{record.ort[f'{name}_passes']:,} {name}" for name in pass_names)
+    counts = {name: record.ort[f"{name}_passes"] for name in ("forward", "backward", "evaluation")}
+    # The ranks count at log lines and at the end: a run that failed earlier has no count.
+    if not any(counts.values()) and not record.summary:
+        return None
+    return ", ".join(f"{count:,} {name}" for name, count in counts.items())
 
 
 def _fallbacks_text(record: Record) -> str | None:

@@ -44,9 +44,9 @@ def run_on_usable_hosts(
     """
     launch = run_on_all_hosts.recipe_file.recipe.launch
     elastic = run_on_all_hosts.recipe_file.recipe.launch.elastic
-    if elastic is None and (
-        is_restart or len(run_on_all_hosts.world.hosts) == 1 or not launch.preflight
-    ):
+    hosts = run_on_all_hosts.world.hosts
+    is_only_this_host = len(hosts) == 1 and hosts[0].is_here
+    if elastic is None and (is_restart or is_only_this_host or not launch.preflight):
         return run_on_all_hosts, []
     # Hosts of a Slurm job are not reached by ssh, which the check needs.
     if "SLURM_JOB_ID" in os.environ:

@@ -12,7 +12,7 @@ from typing import Any
 
 from ortlaunch.json_types import Json
 from ortlaunch.launch_plan import BatchPlan, Plan
-from ortlaunch.recipe import Recipe
+from ortlaunch.recipe import Recipe, read_resolved
 from ortlaunch.recipe.rules import resume_rules
 from ortlaunch.recipe.rules.resume_rules import OTHER_RULES, RULES, Change, find_changes
 from ortlaunch.run_folder.folder import RunDir, read_own_json
@@ -161,3 +161,16 @@ def _package_changes(
             Change(f"packages, {other_count} others", "old versions", "new versions", rule)
         )
     return reported_changes
+
+
+def planned_steps(run: RunDir) -> int | None:
+    """Return the number of steps that the run has at its end; None if unknown."""
+    if not run.recipe.exists():
+        return None
+    max_steps = read_resolved(run.recipe).train.max_steps
+    # For a length in epochs, the ranks compute the steps and write them to a file.
+    return (
+        max_steps
+        if max_steps is not None or not run.steps.exists()
+        else int(read_own_json(run.steps)["max_steps"])
+    )

@@ -172,6 +172,7 @@ def audit_parts(
         finds_near = chats or any(isinstance(item, LabelledTexts) for item in sources)
         findings = itertools.chain(
             _unlearned_chat_findings(chats),
+            _without_text(sources),
             _token_findings(rows, length, data.tokenizer),
             _duplicate_findings(rows, data.tokenizer, with_near=bool(finds_near)),
             _answer_findings(rows, length, data.tokenizer) if chats else (),
@@ -251,6 +252,14 @@ def _unlearned_chat_findings(chats: Sequence[Conversations]) -> Iterator[AuditFi
     if unlearned := total - sum(len(chat_source.kept) for chat_source in chats):
         text = f"{unlearned:,} of {total:,} chats have no learned token"
         yield AuditFinding("no_answers", text, unlearned / total, total)
+
+
+def _without_text(sources: Sequence[Any]) -> Iterator[AuditFinding]:
+    for each in sources:
+        count, location = each.empty if isinstance(each, LabelledTexts) else (0, "")
+        if count:
+            text = f"{location}: the text is empty ({count:,} of {len(each):,} are)"
+            yield AuditFinding("empty_texts", text)
 
 
 def _sample_rows(sample: Any, index: int, label_type: str) -> Iterator[AuditRow]:

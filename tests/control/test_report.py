@@ -122,6 +122,20 @@ def test_a_page_of_one_run(tmp_path: Path) -> None:
     assert row(tree, "forward and backward passes that fell back to PyTorch") == [f"3\n{HOSTILE}"]
 
 
+def test_no_count_of_passes_before_there_is_one(tmp_path: Path) -> None:
+    """A run that failed before its ranks counted passes has no row of them, rather than zeros."""
+    run = made(tmp_path / "one", steps(3.0))
+    passes = {f"{name}_passes": 0 for name in ("forward", "backward", "evaluation")}
+    told = json.loads((run / "engine.json").read_text())
+    told["onnxruntime"] |= passes
+    (run / "engine.json").write_text(json.dumps(told))
+    name = "forward and backward passes by ONNX Runtime"
+    assert name not in "".join(page(run, to=tmp_path / "r.html").itertext())
+    # A run that has ended well has counted none.
+    (run / "summary.json").write_text('{"steps": 10}')
+    assert row(page(run, to=tmp_path / "r.html"), name) == ["0 forward, 0 backward, 0 evaluation"]
+
+
 def test_a_failed_run_has_its_cause_and_a_remedy_once(tmp_path: Path) -> None:
     """The page begins with the cause of a failure and what to try; neither is repeated."""
     folder = made(tmp_path / "one", steps(3.0))

@@ -155,6 +155,7 @@ TWICE = "{{ bos_token * 2 }}{% for m in messages %}{{ m.content + '<|im_end|>' }
         ([*LABELLED, {"text": text(), "label": "Torch "}], {}, {"misspelt_class"}),
         ([*LABELLED, {**LABELLED[0], "label": "optimum"}], {},
          {"duplicates", "conflicting_labels"}),
+        ([*LABELLED, {"text": " ", "label": "torch"}], {}, {"empty_texts"}),
         (LABELLED, {"sequence_length": 8}, {"cut_rows"}),
     ],
 )  # fmt: skip

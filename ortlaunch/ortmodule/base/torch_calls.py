@@ -126,6 +126,7 @@ def create_call_function(
     kept_positions: frozenset[int],
     own_weights: Sequence[torch.Tensor] = (),
     forward_context: Any = contextlib.nullcontext,
+    copies: bool = False,
 ) -> Any:
     """Return a torch.autograd.Function with a unique name, for ORT to call.
 
@@ -135,6 +136,8 @@ def create_call_function(
     own_weights: weights that `operation` reads without a parameter for them; they are passed as the last inputs,
         so that they get their gradients.
     forward_context: returns a context for each forward pass.
+    copies: whether `operation` saves nothing of its inputs but copies. The outputs are then copied, too,
+        and no hook sees what torch saves: a transform of torch.func allows no hooks.
     """
     call_counts = counts_by_name.setdefault(call_name, CallCounts())
 
@@ -148,7 +151,9 @@ def create_call_function(
             forward_context(),
         ):
             call_counts.forward += not is_exporting
-            outputs = _run_and_keep_graph(ctx, operation, inputs, kept_positions, own_weights)
+            outputs = _run_and_keep_graph(
+                ctx, operation, inputs, None if copies else kept_positions, own_weights
+            )
             ctx.mark_non_differentiable(
                 *(output for output in outputs if not output.is_floating_point())
             )
@@ -190,10 +195,13 @@ def _run_and_keep_graph(
     ctx: Any,
     operation: TensorFunction,
     inputs: Sequence[torch.Tensor],
-    kept_positions: frozenset[int],
+    kept_positions: frozenset[int] | None,
     own_weights: Sequence[torch.Tensor],
 ) -> tuple[torch.Tensor, ...]:
-    """Run the function on detached inputs, and keep its graph for the backward pass."""
+    """Run the function on detached inputs, and keep its graph for the backward pass.
+
+    kept_positions: as in `create_call_function`; None if `operation` saves nothing of its inputs but copies.
+    """
     operand_count = len(inputs) - len(own_weights)
     gradient_flags = [
         needs_gradient_by_ort and input_tensor.is_floating_point()
@@ -216,21 +224,25 @@ def _run_and_keep_graph(
             input_tensor.detach().requires_grad_(needs_gradient)
             for input_tensor, needs_gradient in zip(inputs[:operand_count], gradient_flags)
         ]
-        saved_copies = _SavedCopies(
-            {
-                _memory_address(input_tensor)
-                for i, input_tensor in enumerate(inputs)
-                if i not in kept_positions
-            }
-        )
-        with torch.enable_grad(), saved_copies:
-            results = tuple(operation(*leaves))
+        if kept_positions is None:
+            with torch.enable_grad():
+                results = tuple(operation(*leaves))
+            # torch may have saved any of them.
+            input_addresses |= set(map(_memory_address, results))
+        else:
+            saved_copies = _SavedCopies(
+                {
+                    _memory_address(input_tensor)
+                    for i, input_tensor in enumerate(inputs)
+                    if i not in kept_positions
+                }
+            )
+            with torch.enable_grad(), saved_copies:
+                results = tuple(operation(*leaves))
+            input_addresses |= saved_copies.saved_addresses
     ctx.leaves = [*leaves, *own_weights]
     ctx.results = results
-    return tuple(
-        _output_in_own_memory(result, saved_copies.saved_addresses | input_addresses)
-        for result in results
-    )
+    return tuple(_output_in_own_memory(result, input_addresses) for result in results)
 
 
 class _SavedCopies(torch.autograd.graph.saved_tensors_hooks):

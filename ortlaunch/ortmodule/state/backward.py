@@ -10,6 +10,7 @@ second derivatives, which PyTorch would compute.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -81,7 +82,7 @@ def _wrap_autograd_function(original: AnyFunction, manager: Manager) -> object:
         def forward(ctx: Any, *inputs: torch.Tensor) -> object:
             # Hooks of a checkpoint around the module would run it again for what a torch operator
             # inside the graph saves, while ONNX Runtime holds its lock.
-            with torch.autograd.graph.saved_tensors_hooks(_return_unchanged, _return_unchanged):
+            with _checkpoint_hidden():
                 outputs = ort_function.forward(ctx, *inputs)
             # ORT marks one after the other, and of several calls autograd keeps the last alone.
             constant_positions = manager._graph_info.output_grad_indices_non_differentiable
@@ -112,6 +113,14 @@ def _wrap_autograd_function(original: AnyFunction, manager: Manager) -> object:
             )
 
     return _ORTModuleFunction
+
+
+def _checkpoint_hidden() -> contextlib.AbstractContextManager[object]:
+    """Return a context without the hooks of a checkpoint; without any hook where there is none."""
+    # A transform of torch.func, in a layer that runs as torch, allows no hooks.
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        return contextlib.nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(_return_unchanged, _return_unchanged)
 
 
 def _return_unchanged(tensor: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ import numpy
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from ortlaunch.errors import EngineError
 from ortlaunch.ortmodule.base.counters import tally
@@ -150,10 +150,16 @@ def call_layers_whole(export: Export) -> Iterator[None]:
             if next(layer.buffers(), None) is not None:
                 previous_outputs[path] = tensor
             return result
+        without_gradients = not torch.is_grad_enabled()
         with (
             _hide_from_trace(),
             torch.set_grad_enabled(gradients_enabled or torch.is_grad_enabled()),
         ):
+            if gradients_enabled and without_gradients:
+                # What the layers before have made requires no gradient here.
+                args, kwargs = tree_map_only(
+                    torch.Tensor, lambda tensor: _trained_leaf(tensor).clone(), (args, kwargs)
+                )
             return original_call(layer, *args, **kwargs)
 
     for path, layer in marked_layers:
@@ -169,6 +175,12 @@ def call_layers_whole(export: Export) -> Iterator[None]:
     finally:
         for _, layer in marked_layers:
             vars(layer).pop(_PATH_ATTRIBUTE, None)
+
+
+def _trained_leaf(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor as one that requires a gradient, if its type can have one."""
+    is_differentiable = tensor.is_floating_point() or tensor.is_complex()
+    return tensor.detach().requires_grad_() if is_differentiable else tensor
 
 
 _running: list[None] = []
@@ -241,9 +253,14 @@ def _record_as_node(
 
     def run_layer(*tensors: torch.Tensor) -> list[torch.Tensor]:
         values = list(other_values)
+        if gradients_enabled and _running:
+            # An export's own tensors require no gradient, as those of its sample pass.
+            tensors = tuple(map(_trained_leaf, tensors))
+        gradients = gradients_enabled or torch.is_grad_enabled()
         for position, tensor in zip(tensor_positions, tensors):
-            # A clone, because the layer may change its inputs in place.
-            values[position] = tensor.clone() if tensor.requires_grad else tensor
+            # A clone, because the layer may change its inputs in place, and torch may save them.
+            with torch.set_grad_enabled(gradients):
+                values[position] = tensor.clone() if gradients else tensor
             if tensor.requires_grad:
                 # The graph's own backward pass does not call this hook.
                 tensor.register_post_accumulate_grad_hook(refuse_outside_gradient)
@@ -252,10 +269,7 @@ def _record_as_node(
         assert module is not None, f"{path} is gone"
         # _version counts the in-place changes of a tensor.
         versions_before = [value._version for value in values if isinstance(value, torch.Tensor)]
-        with (
-            torch.autocast(*autocast_state),
-            torch.set_grad_enabled(gradients_enabled or torch.is_grad_enabled()),
-        ):
+        with torch.autocast(*autocast_state), torch.set_grad_enabled(gradients):
             outputs = result_structure.check_and_flatten(
                 original_call(module, *inner_args, **inner_kwargs)
             )
@@ -272,13 +286,14 @@ def _record_as_node(
         *(flat_arguments[position] for position in tensor_positions),
         *([] if previous_output is None else [previous_output.detach()]),
     ]
-    kept_positions = frozenset(range(len(tensors), len(tensors) + len(weights)))
+    title = f"module {path}".replace(" ", ".")
     function = create_call_function(
-        f"module {path}".replace(" ", "."),
+        title,
         run_layer,
-        kept_positions,
+        frozenset(),
         own_weights=weights,
         forward_context=_hide_if_tracing,
+        copies=True,
     )
     outputs = function.apply(*tensors, *weights)
     return result_structure.restore_result(outputs), outputs[0] if isinstance(

@@ -62,9 +62,9 @@ class Launch(Section):
     engine.json records the result. A rank's threads sleep while they wait for one another
     (OMP_WAIT_POLICY=passive), unless your environment sets this variable or GOMP_SPINCOUNT."""
     preflight: bool = True
-    """Check every host, all at once, before several ranks are started through ssh: connection, same
-    versions, GPUs, address, port, shared run folder, disk space for checkpoints (`ortlaunch doctor`
-    checks more). Not in a Slurm job."""
+    """Check every host, all at once, before ranks are started through ssh, on several hosts or on
+    one that is not this machine: connection, same versions, GPUs, address, port, shared run folder,
+    disk space for checkpoints (`ortlaunch doctor` checks more). Not in a Slurm job."""
     grace_seconds: Annotated[int, Field(ge=1, le=86400)] = 60
     """Seconds that a run may take, after a request to stop (SIGTERM, SIGINT, SIGUSR1, `ortlaunch
     stop`), to finish its step and write a checkpoint; then it is killed. Set less than the time

@@ -16,10 +16,13 @@ class Schedule(Section):
     """Learning rate over the steps, after a warm-up."""
 
     name: Literal["linear", "cosine", "polynomial", "constant", "wsd"] = "linear"
-    """Decay after the warm-up: `linear`, `cosine` and `polynomial` to 0 at the last step (or to
-    `minimum_ratio`), `wsd` (warm-up, stable, decay) at the end alone, `constant` not at all."""
+    """Decay after the warm-up: `linear`, `cosine` and `polynomial` to 0 (or to `minimum_ratio`),
+    which they reach after the last step, so that this step has an effect, too; `wsd` (warm-up,
+    stable, decay) at the end alone, `constant` not at all."""
     warmup_steps: Length | None = None
-    """Steps from 0 to the peak; alternatively give `warmup_ratio`."""
+    """Steps of the warm-up: the first has a rate of peak / steps, the last one the peak (one step
+    ahead of transformers', whose first step has a rate of 0); alternatively give
+    `warmup_ratio`."""
     warmup_ratio: Fraction | None = None
     """Warm-up as a share of all steps."""
     warmup_power: Annotated[float, Field(gt=0)] = 1.0

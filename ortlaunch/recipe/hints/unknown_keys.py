@@ -53,6 +53,10 @@ def resolve_unknown_keys(tree: Tree) -> KnownKeys:
         # The value was not moved to its target, so the target's own errors would mislead.
         if advice.target_path and not (advice.is_certain and tree.find_subtree(advice.target_path)):
             doubtful_paths.append(advice.target_path)
+        # What a mapping lacks may be what its unknown key was meant for.
+        parent = tree.find_subtree(unknown_path[:-1])
+        if parent is not None and not parent.children:
+            doubtful_paths.append(unknown_path[:-1])
         unknown_path = next(_unknown_key_paths(tree), None)
     if unknown_path is not None:
         unknown_count = sum(1 for _ in _unknown_key_paths(tree))

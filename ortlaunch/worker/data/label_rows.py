@@ -55,6 +55,8 @@ class SourceSummary:
     """The largest integer label, and its location."""
     names: list[tuple[str, ...]] = field(default_factory=list)
     """Class names of integer labels; the names of several files may differ."""
+    empty: tuple[int, str] = (0, "")
+    """Number of rows without text, and the location of the first."""
 
     def count_and_encode(self, label: Any, row_location: str) -> list[int]:
         """Return the stored form of a label, and count the label.
@@ -108,6 +110,8 @@ def labelled_rows(source: Corpus, read_row: Read, summary: SourceSummary) -> Ite
         names = row.names.get(source.label_column)
         if names and names not in summary.names:
             summary.names.append(names)
+        if not (text.strip() if isinstance(text, str) else text):
+            summary.empty = summary.empty[0] + 1, summary.empty[1] or row.location
         yield LabelledRow(
             text,
             [part for label in labels for part in summary.count_and_encode(label, row.location)],

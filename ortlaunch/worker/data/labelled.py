@@ -83,8 +83,8 @@ class LabelledTexts:
         self._pad = tokenizer.pad_token_id
         self._on_the_left = tokenizer.padding_side == "left"
         self._with_mask = "attention_mask" in tokenizer.model_input_names
-        # The 2 is the version of this format.
-        self._key = f"{self.task} 2 {corpus_fingerprint(source)} {source.label_column}"
+        # The 3 is the version of this format.
+        self._key = f"{self.task} 3 {corpus_fingerprint(source)} {source.label_column}"
         key = f"{self._key} {length} {_tokenizer_state(tokenizer)}"
         self._documents = load_or_write_tokens(
             TokenizeWork(key, self._rows_and_summary, self._row_encoder(tokenizer)), show_progress
@@ -96,6 +96,8 @@ class LabelledTexts:
         self.counts: list[int] = summary["counts"]
         # The largest integer label, and its location.
         self.largest: tuple[int, str] = tuple(summary["largest"])
+        # The number of rows without text, and the location of the first.
+        self.empty: tuple[int, str] = tuple(summary["empty"])
         # Class names of integer labels.
         self.names = [tuple(names) for names in summary["names"]]
 

@@ -238,6 +238,8 @@ class OwnSamples:
                 "and __getitem__: return list(samples), or the first of them, "
                 "list(itertools.islice(samples, 100_000))"
             )
+        if hasattr(items, "__getitem__") and count == 0:
+            raise DataError(f"{returned}, which is empty; it must have samples")
         if not hasattr(items, "__getitem__") or not count:
             raise DataError(f"{returned}; it must have samples, __len__ and __getitem__")
         # Names of splits or of columns.

@@ -144,7 +144,13 @@ def blocks_hash(path: str, block_bytes: int = BLOCK) -> str:
 
 
 def _open_file(path: str) -> BinaryIO:
-    return path.open() if isinstance(path, RemoteFile) else open(path, "rb")
+    if isinstance(path, RemoteFile):
+        return path.open()
+    try:
+        return open(path, "rb")
+    except PermissionError:
+        refuse_lfs_pointers([path])
+        raise
 
 
 class _TextFile:

@@ -33,7 +33,11 @@ from ortlaunch.run_folder.engine_report import (
 from ortlaunch.worker.engine.comparison import active_dropouts
 from ortlaunch.worker.engine.flops import flops_per_token
 from ortlaunch.worker.engine.memory_use import MemoryUse
-from ortlaunch.worker.engine.optimizer import BuiltOptimizer, build_optimizer
+from ortlaunch.worker.engine.optimizer import (
+    BuiltOptimizer,
+    build_optimizer,
+    require_trained_parameters,
+)
 from ortlaunch.worker.engine.ort_engine import (
     brief_reason,
     build_ort_module,
@@ -187,6 +191,7 @@ def build_engine(
         # DeepSpeed would cast them later: on the device, and after an export.
         cast_parameters_in_place(model, dtype)
     _move_model(model, group.device, recipe)
+    require_trained_parameters(model, recipe.model.freeze or ())
     engine_name = recipe.engine.name
     fallback = ""
     module: nn.Module = model

@@ -68,6 +68,26 @@ class BuiltOptimizer(NamedTuple):
     """The record of its parameter groups."""
 
 
+def require_trained_parameters(model: nn.Module, frozen: Sequence[str] = ()) -> None:
+    """Check that there is something to train.
+
+    Args:
+        model: the model.
+        frozen: the patterns of model.freeze.
+
+    Raises:
+        InputError: the model has no trained parameter.
+    """
+    if not any(p.requires_grad for p in model.parameters()):
+        count = len([*model.parameters()])
+        why = (
+            f"none of its {count} parameters has requires_grad" if count else "it has no parameters"
+        )
+        if count and frozen:
+            why += f" under model.freeze={[*frozen]}: leave out a pattern, or except some with !"
+        raise InputError(f"model: there is nothing to train: {why}")
+
+
 def build_optimizer(
     settings: Optimizer,
     model: nn.Module,
@@ -89,12 +109,7 @@ def build_optimizer(
     Raises:
         InputError: the model has no trained parameter, or the recipe's groups do not fit it.
     """
-    if not any(p.requires_grad for p in model.parameters()):
-        count = len([*model.parameters()])
-        reason = (
-            f"none of its {count} parameters has requires_grad" if count else "it has no parameters"
-        )
-        raise InputError(f"model: there is nothing to train: {reason}")
+    require_trained_parameters(model)
     groups, notes = build_parameter_groups(settings, model)
     records = group_records(groups, model, settings.learning_rate)
     by_name: dict[str, list[Json]] = {}

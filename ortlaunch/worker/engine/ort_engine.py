@@ -23,7 +23,7 @@ from ortlaunch.worker.data.own import load_user_function
 from ortlaunch.worker.engine import ort_settings
 from ortlaunch.worker.engine.ort_settings import ortmodule_settings
 from ortlaunch.worker.engine.spans import keep_source_lines
-from ortlaunch.worker.engine.stepping import Batch
+from ortlaunch.worker.engine.stepping import Batch, require_gradient
 from ortlaunch.worker.model.model import LossModule
 from ortlaunch.worker.model.own_numbers import loss_of_engine_output
 from ortlaunch.worker.model.precision import narrow_dtype_of
@@ -36,8 +36,11 @@ if TYPE_CHECKING:
 _ADVICE = (
     "The run ends here, before step 1. Try engine.name=inductor or engine.name=eager, or "
     "engine.allow_fallback=true to train what ONNX Runtime cannot run in eager PyTorch, or "
-    "engine.torch_modules=[PATH] for a layer that it cannot run"
 )
+_LAYER_ADVICE = {
+    False: "engine.torch_modules=[PATH] for a layer that it cannot run",
+    True: "name another layer, too, or the one around, in engine.torch_modules",
+}
 
 
 def build_ort_module(
@@ -84,7 +87,8 @@ def build_ort_module(
         _run_probe_pass(recipe, model, model, group, sample_batch)
     if reason and not recipe.engine.allow_fallback:
         raise EngineError(
-            f"ONNX Runtime cannot run this model: {use_recipe_field_names(brief_reason(reason))}\n{_ADVICE}"
+            f"ONNX Runtime cannot run this model: {use_recipe_field_names(brief_reason(reason))}\n"
+            f"{_ADVICE}{_LAYER_ADVICE[bool(recipe.engine.torch_modules)]}"
         )
     # The pass of `_probe` does not count as the run's.
     witness.reset_counters()
@@ -126,7 +130,9 @@ def _run_probe_pass(
         torch.random.fork_rng(devices),
         torch.autocast(group.device.type, dtype, enabled=dtype is not None),
     ):
-        loss_of_engine_output(module(**sample_batch)).backward()
+        loss = loss_of_engine_output(module(**sample_batch))
+        require_gradient(loss)
+        loss.backward()
     for parameter in model.parameters():
         parameter.grad = None
     with torch.no_grad():

@@ -381,6 +381,20 @@ def _set_learning_rates(optimizer: Any, learning_rates: Sequence[float]) -> None
         group["lr"] = rate * group.get("rate_factor", 1.0)
 
 
+def require_gradient(loss: torch.Tensor) -> None:
+    """Check that a training loss has a gradient.
+
+    Raises:
+        InputError: it has none.
+    """
+    if not loss.requires_grad:
+        raise InputError(
+            "the loss that the model returns has no gradient: it is detached, whole numbers, "
+            "computed under torch.no_grad, or of frozen parameters alone; return the loss as it was "
+            "computed"
+        )
+
+
 def _weight_loss_or_end_child(loss: torch.Tensor, loss_factor: float) -> torch.Tensor:
     """Return loss x factor in float32 or wider; return the loss itself if the factor is 1."""
     # A forked child that went on would write metrics and checkpoints and communicate with the other
@@ -393,11 +407,7 @@ def _weight_loss_or_end_child(loss: torch.Tensor, loss_factor: float) -> torch.T
             flush=True,
         )
         os._exit(1)
-    if not loss.requires_grad:
-        raise InputError(
-            "the loss that the model returns has no gradient: it is detached, whole numbers, or "
-            "computed under torch.no_grad; return the loss as it was computed"
-        )
+    require_gradient(loss)
     return (
         loss
         if loss_factor == 1.0

@@ -32,7 +32,7 @@ from ortlaunch.worker.data.vocabulary import labels_of_recipe
 from ortlaunch.worker.model import packing
 from ortlaunch.worker.model.chunked_head import ChunkedHead
 from ortlaunch.worker.model.host_memory import keep_on_host
-from ortlaunch.worker.model.own_numbers import LOSS, ValueMeans, scalar_values
+from ortlaunch.worker.model.own_numbers import LOSS, ValueMeans, scalar_values, values_by_name
 from ortlaunch.worker.model.parameter_groups import freeze_matching
 from ortlaunch.worker.model.pretrained import LoadedNames, load_pretrained
 from ortlaunch.worker.process_group.distributed import DistributedContext
@@ -195,9 +195,11 @@ def required_loss(output: Any) -> torch.Tensor:
             if isinstance(loss, torch.Tensor)
             else type(loss).__name__
         )
+        names = [str(name) for name in values_by_name(output)]
+        keys = f" with {', '.join(names)}; name it loss" if names and LOSS not in names else ""
         raise InputError(
             f"the model's forward must return its loss, a scalar; got {description} in "
-            f"{type(output).__name__}"
+            f"{type(output).__name__}{keys}"
         )
     return loss
 
@@ -215,9 +217,10 @@ def build_model(recipe: Recipe, data: LoadedData) -> LossModule:
             "model.factory", str(recipe.model.factory), recipe.model.arguments, recipe.seed
         )
         if not isinstance(model, nn.Module):
-            raise InputError(
-                f"model.factory returned {type(model).__name__}; it must return a torch.nn.Module"
-            )
+            what = type(model).__name__
+            if isinstance(model, type):
+                what = f"the class {model.__name__}, not an object of it"
+            raise InputError(f"model.factory returned {what}; it must return a torch.nn.Module")
         model = _compile_in_place(model)
         _refuse_sparse_gradients(recipe, model)
     else:
@@ -483,6 +486,12 @@ def refuse_data_beyond_model(recipe: Recipe, data: LoadedData, config: PreTraine
         )
         problem = f"got {vocabulary_size}, and the tokenizer has {len(data.tokenizer)} words"
         raise InputError(f"model.config.vocab_size: {problem}{remedy}")
+    start = getattr(config, "decoder_start_token_id", None)
+    if isinstance(start, int) and vocabulary_size is not None and start >= vocabulary_size:
+        raise InputError(
+            f"model.config.decoder_start_token_id: got {start}, and the vocabulary has {vocabulary_size} "
+            "tokens (model.config.vocab_size); give the id of the token that begins a text"
+        )
     max_positions = getattr(config, "max_position_embeddings", None)
     length = recipe.data.sequence_length
     if max_positions is not None and length is not None and length > max_positions:

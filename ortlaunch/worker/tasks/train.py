@@ -176,6 +176,7 @@ def _train_until_end(
         )
         if state.owes_evaluation and not rank_request.stops:
             with meter.pause_clock():
+                _require_finite_losses(session, state, meter)
                 rank_request = max(
                     rank_request,
                     _evaluate_step(session, state, saving, rank_agreement, hook, metrics),
@@ -187,6 +188,7 @@ def _train_until_end(
             or best.best_checkpoint_step(state.best) == state.step
         ):
             with meter.pause_clock(), progress.show_during("saving a checkpoint"):
+                _require_finite_losses(session, state, meter)
                 rank_request = _save_step(session, state, saving, rank_agreement, rank_request)
         rank_agreement.agreed_stop = record_stop(session, rank_request, state.step)
     engine.plain.hook("on_train_end", engine.stepper.returned_values)
@@ -230,6 +232,18 @@ def _create_saver(
     saving.steps_in_use = exports.steps_in_use
     exports.on_export_ended = saving.remove_old_checkpoints
     return saving
+
+
+def _require_finite_losses(session: Session, state: TrainState, meter: TrainingMeter) -> None:
+    """Check the losses since the last log line, before an evaluation or a checkpoint (collective).
+
+    Raises:
+        NonFiniteError: a loss is not finite; all ranks raise the same.
+    """
+    # Reading a loss waits for the GPU, so that other steps leave it to the next log line.
+    if losses := meter.losses:
+        first = state.step - len(losses)
+        require_finite_loss(meter.mean_loss(), session.group, session.batches, first, losses)
 
 
 def _log_step(

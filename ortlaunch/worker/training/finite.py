@@ -25,6 +25,10 @@ _MAX_SHOWN = 16
 _MAX_DESCRIBED_STEPS = 1
 # diagnose/ prints the advice.
 _END_MESSAGE = "The run ends here; nothing is exported, and no checkpoint of this step is written."
+_LOSS_END = (
+    "The run ends here; nothing is exported, and no checkpoint of this step or a later one is "
+    "written."
+)
 
 
 class BadLoss(NamedTuple):
@@ -148,9 +152,7 @@ def require_finite_loss(
             f"{first_step_index + sorted_bad_losses[-1].loss_index + 1}"
         )
     raise NonFiniteError(
-        "\n".join(
-            [*lines, "its gradients were finite, so the weights are finite, too", _END_MESSAGE]
-        )
+        "\n".join([*lines, "its gradients were finite, so the weights are finite, too", _LOSS_END])
     )
 
 

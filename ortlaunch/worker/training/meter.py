@@ -62,15 +62,15 @@ class TrainingMeter:
             self.losses.append(applied_loss)
             self.numbers.keep_step()
 
+    def mean_loss(self) -> float | None:
+        """Return the mean loss of all ranks since the last reading; None without one (collective)."""
+        taken = len(self.losses)
+        return self.group.mean_over_ranks(float(sum_losses(self.losses)) / taken) if taken else None
+
     def read_and_restart(self) -> Json:
         """Return the values since the last reading, and restart (collective)."""
-        loss_count = len(self.losses)
         # Losses stay on the device until here, because reading one waits for the GPU.
-        loss = (
-            self.group.mean_over_ranks(float(sum_losses(self.losses)) / loss_count)
-            if loss_count
-            else None
-        )
+        loss = self.mean_loss()
         seconds = (time.perf_counter() - self.started) / self.steps
         values: Json = {"loss": loss, "samples_per_second": self.batch.global_samples / seconds}
         ranks = self.group.gather_numbers([*self.batches.tokens.since(self.tokens)])

@@ -179,6 +179,26 @@ def test_a_trial_is_pruned_while_it_runs(planted: Any, monkeypatch: pytest.Monke
     assert [one.number for one in found.best()] == [0]
 
 
+def test_no_trial_is_pruned_after_its_last_step(
+    planted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trial whose bad evaluation is that of its last step is complete."""
+    planted(lambda run, start: (0, [1.0 + int(run.path.name)]))
+    plant = trials.start_or_queue_trial
+
+    def start(*arguments: Any) -> Any:
+        process: Any = plant(*arguments)
+        codes = [None, process.poll()]
+        process.poll = lambda: codes.pop(0) if len(codes) > 1 else codes[0]
+        return process
+
+    monkeypatch.setattr(trials, "start_or_queue_trial", start)
+    monkeypatch.setattr(trials.requests, "request_stop", lambda *_, **__: pytest.fail("stopped"))
+    train = {"max_steps": 5, "evaluate_every_steps": 5}
+    found = sweep({**swept(pruner="asha"), "train": train})
+    assert [one.state for one in found.trials()] == ["complete"] * 3
+
+
 def test_the_same_values_again(planted: Any) -> None:
     """A trial with an earlier one's values takes its result; ten in a row end the sweep."""
     losses = {"0000": 2.0, "0001": 1.0}

@@ -14,6 +14,7 @@ import pytest
 from ortlaunch.launch import failure
 from ortlaunch.launch.attempts import move_logs_and_errors_to_attempt
 from ortlaunch.launch.failure import RunEnd, classify_run_end
+from ortlaunch.recipe import dump_recipe_yaml
 from ortlaunch.run_folder.folder import RunDir, write_json_atomically, write_text_atomically
 from ortlaunch.worker.supervision.surroundings import RunSurroundings
 from tests.makers import host, plan, recipe
@@ -348,6 +349,14 @@ def test_a_stop_that_was_not_saved_in_time(run: RunDir) -> None:
     assert shown(classify_run_end(run, 1)) == expected
     write_text_atomically(run.cancelled, "")
     assert classify_run_end(run, 1, user_signal=signal.SIGTERM).status == 143
+
+
+def test_a_stop_after_the_last_step_loses_nothing(run: RunDir) -> None:
+    """A run that is stopped with the checkpoint of its last step has lost no step."""
+    write_text_atomically(run.checkpoint_folder(20) / "COMPLETE", "")
+    write_text_atomically(run.recipe, dump_recipe_yaml(recipe(train={"max_steps": 20})))
+    said = "stopped by SIGUSR1 after its last step; the newest checkpoint is after step 20"
+    assert shown(classify_run_end(run, 1, user_signal=signal.SIGUSR1)) == (85, f"ortlaunch: {said}")
 
 
 def test_a_signal_after_the_end_changes_nothing(run: RunDir) -> None:

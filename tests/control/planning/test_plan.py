@@ -322,7 +322,11 @@ def test_describe_a_model_that_is_not_known() -> None:
     """The page of an unknown model has the reason in place of a table of memory."""
     for kind, reason in (
         ("xlnet", "models of type xlnet have no estimate"),
-        ("gpt2", "a plan needs the sizes of a gpt2 in model.config, as its config.json has them"),
+        (
+            "gpt2",
+            "a plan needs n_embd, n_head, n_layer, n_positions, vocab_size of a gpt2 in model.config, as its "
+            "config.json has them",
+        ),
     ):
         unknown = bert(model={"task": "causal-lm", "config": {"model_type": kind}})
         assert plan(unknown).memory is None
@@ -338,6 +342,18 @@ def test_describe_a_model_that_is_not_known() -> None:
         unknown = bert(model={"task": "causal-lm", "config": config, "lora": lora})
         page = " ".join(describe_plan(plan(unknown), unknown).split())
         assert f"unknown: adapters with these model.lora.{field} have no estimate" in page
+    # Sizes that follow from the data are assumed, and not exact.
+    source = {"format": "text", "path": "a.txt"}
+    learned = {"train": source, "tokenizer": {"train": "bpe", "vocab_size": 400}}
+    config = {"model_type": "bert", "hidden_size": 8, "num_attention_heads": 1}
+    for num_labels, expected in (
+        ({}, "the parameters, are for at most 400 tokens of data.tokenizer and 2 classes (mo"),
+        ({"num_labels": 3}, "the parameters, are for at most 400 tokens of data.tokenizer"),
+        ({"num_labels": 3, "vocab_size": 512}, "the rest is exact"),
+    ):
+        model = {"task": "sequence-classification", "config": {**config, **num_labels}}
+        made = bert(model=model, data=learned)
+        assert expected in " ".join(describe_plan(plan(made), made).split())
     # A known model has the table.
     assert "memory: 1" in describe_plan(plan(bert()), bert())
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from ortlaunch.errors import OrtlaunchError, RecipeError
+from ortlaunch.errors import InputError, OrtlaunchError, RecipeError
 from ortlaunch.model_tasks import MODEL_TASKS
 from ortlaunch.other_tools import import_config
 from ortlaunch.planning.hosts import read_hostfile
@@ -25,6 +27,7 @@ from ortlaunch.recipe.inputs import (
     doubtful_value_problems,
     matching_files,
     missing_file_problems,
+    refuse_lfs_pointers,
     unknown_model_type_problems,
 )
 from ortlaunch.resolve.resolve import ResolvedRun, resolve_command
@@ -233,6 +236,18 @@ def test_pointers_of_git_lfs(
         f"{name} is a pointer of git-lfs in place of the file; type in its folder: git lfs pull"
         for name in said
     ]
+
+
+def test_files_that_are_not_readable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A data file that the user may not read is named before a start, and by the ranks' check."""
+    Path("rows.txt").write_text("a")
+    # Root may read any file.
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.R_OK)
+    said = "rows.txt cannot be read by this user: check its owner and mode (ls -l)"
+    made = bert(data={**WORDS, "train": {"format": "text", "path": "rows.txt"}})
+    assert (("data.train.path",), said) in missing_file_problems(made)
+    with pytest.raises(InputError, match=re.escape(said)):
+        refuse_lfs_pointers(["rows.txt"])
 
 
 @pytest.mark.parametrize(

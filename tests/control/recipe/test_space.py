@@ -69,6 +69,14 @@ def test_a_mistake_has_its_place(tmp_path: Path, space: str, others: str, messag
     assert str(error.value).startswith(f"{tmp_path / 'r.yaml'}:3:")
 
 
+def test_an_unknown_key_is_one_mistake(tmp_path: Path) -> None:
+    """A mapping that has nothing but an unknown key is not also reported for what it lacks."""
+    for space in ("optimizer: {lr: {choice: [1, 2]}}", "seed: {choises: [1]}"):
+        with pytest.raises(RecipeError) as error:
+            load(tmp_path, space, "")
+        assert "give exactly one of" not in str(error.value)
+
+
 def test_a_grid_has_each_combination_once(tmp_path: Path) -> None:
     """A field with `when` has no part in the combinations without it."""
     found = load(

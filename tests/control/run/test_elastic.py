@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,15 @@ def test_hosts_of_a_run_with_one_number_of_them(
     assert on(monkeypatch, whole, ("host2", "reached")) == (whole, [])
     whole = resolved("launch.nodes=3", "launch.preflight=false")
     assert on(monkeypatch, whole, ("host2", "reached"), again=False) == (whole, [])
+
+
+def test_one_host_that_is_not_this_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A single host is checked, too, unless it is this machine."""
+    for name, is_checked in (("host1", True), ("localhost", False)):
+        (folder / "hosts").write_text(f"{name} slots=2\n")
+        checks = pytest.raises(LaunchError, match="nothing was started")
+        with checks if is_checked else contextlib.nullcontext():
+            on(monkeypatch, resolved("launch.nodes=1"), (name, "reached"), again=False)
 
 
 def test_a_restart_that_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -179,6 +179,32 @@ class Derived(Given):
         return torch.autograd.grad(self.layer(x).tanh().sum(), x, create_graph=True)[0]
 
 
+class Forces(Given):
+    """A layer that derives by its input as it is given."""
+
+    def forward(self, x: torch.Tensor, scale: Any = 1.0) -> torch.Tensor:
+        return torch.autograd.grad(self.layer(x).tanh().sum(), x, create_graph=True)[0]
+
+
+class Frozen(Forces):
+    """Such a layer with frozen weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+
+
+class Transformed(Given):
+    """A layer that derives by torch.func, for each row and in a direction."""
+
+    def forward(self, x: torch.Tensor, scale: Any = 1.0) -> torch.Tensor:
+        def energy(row: torch.Tensor) -> torch.Tensor:
+            return self.layer(row).tanh().sum()
+
+        rows: torch.Tensor = torch.func.vmap(torch.func.grad(energy))(x)
+        return rows + torch.func.jvp(energy, (x,), (torch.ones_like(x),))[1]
+
+
 class Sparse(nn.Module):
     """An embedding with a sparse gradient."""
 
@@ -329,9 +355,10 @@ class Around(nn.Module):
         super().__init__()
         # A weight without use has zeros in place of None.
         del inner.norm
-        self.inner, self.last = inner, nn.Linear(8, 1)
+        self.before, self.inner, self.last = nn.Linear(8, 8), inner, nn.Linear(8, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.before(x)
         return self.last(x).mean() + self.inner(x).square().mean()
 
 
@@ -339,7 +366,7 @@ def drawing() -> nn.Module:
     return Calling(lambda h, x: h * random.random())
 
 
-@pytest.mark.parametrize("make", [Derived, in_pairs, drawing])
+@pytest.mark.parametrize("make", [Derived, Forces, Frozen, Transformed, in_pairs, drawing])
 def test_the_remedy_of_a_layer_that_runs_as_torch(make: Callable[[], nn.Module]) -> None:
     """A refusal names the setting under which the model trains as in eager."""
     model = Around(make())

@@ -334,6 +334,14 @@ ROWS = [{"x": [1.0, 2.0], "y": 3}, {"x": [4.0, 5.0], "y": 6}]
 COLUMNS = {"x": [[1.0, 2.0], [4.0, 5.0]], "y": [3, 6]}
 
 
+def test_own_data_that_is_empty() -> None:
+    """A data set without samples says so."""
+    with pytest.raises(
+        DataError, match=r"^data\.train\.factory returned list, which is empty; it must"
+    ):
+        OwnSamples([], recipe_key="data.train.factory")
+
+
 @pytest.mark.parametrize(
     ("items", "form"),
     [

@@ -12,7 +12,11 @@ from torch import nn
 from ortlaunch.errors import InputError
 from ortlaunch.recipe.fields.optimizer import Optimizer
 from ortlaunch.worker.engine.lamb import Lamb
-from ortlaunch.worker.engine.optimizer import _unsupported_reason, build_optimizer
+from ortlaunch.worker.engine.optimizer import (
+    _unsupported_reason,
+    build_optimizer,
+    require_trained_parameters,
+)
 from ortlaunch.worker.model.parameter_groups import build_parameter_groups
 
 CPU = torch.device("cpu")
@@ -97,6 +101,8 @@ def test_nothing_to_train() -> None:
     frozen = nn.Linear(2, 2).requires_grad_(False)
     with pytest.raises(InputError, match="none of its 2 parameters has requires_grad"):
         build_optimizer(recipe(), frozen, "eager", torch.device("cpu"))
+    with pytest.raises(InputError, match=r"requires_grad under model.freeze=\['\*'\]: leave out"):
+        require_trained_parameters(frozen, ["*"])
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from transformers import WhisperConfig
 
 from ortlaunch.errors import InputError
 from ortlaunch.worker.data import LoadedData
@@ -16,7 +18,9 @@ from ortlaunch.worker.model.model import (
     attention_implementation,
     build_model,
     build_model_config,
+    refuse_data_beyond_model,
 )
+from tests.makers import bert
 from tests.worker.models import (
     BERT,
     BLOOM,
@@ -187,6 +191,15 @@ def test_classes_come_from_the_data(
     assert abs(float(first_loss(model, data).detach()) - 1.6) < 0.5
     inner: Any = model.model
     assert inner.config.num_labels == 5
+
+
+def test_a_first_token_that_the_vocabulary_lacks() -> None:
+    """A start token of transformers' default is named with its field and the vocabulary."""
+    data: Any = SimpleNamespace(tokenizer=None, classes=0)
+    found = r"^model.config.decoder_start_token_id: got 50257, and the vocabulary has 272 tokens"
+    with pytest.raises(InputError, match=found):
+        refuse_data_beyond_model(bert(), data, WhisperConfig(vocab_size=272))
+    refuse_data_beyond_model(bert(), data, WhisperConfig(vocab_size=272, decoder_start_token_id=1))
 
 
 @pytest.mark.parametrize(("classes", "asked", "expected"), [(1, None, 2), (3, 4, 4), (3, 3, 3)])

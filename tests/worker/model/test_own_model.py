@@ -63,7 +63,7 @@ def test_a_loss_in_any_form(form: str) -> None:
     [
         (lambda loss: loss.expand(4, 2), r"got a tensor of shape \(4, 2\) in Tensor"),
         (lambda loss: loss.reshape(1), r"got a tensor of shape \(1,\) in Tensor"),
-        (lambda loss: {"logits": loss}, "got NoneType in dict"),
+        (lambda loss: {"losss": loss}, "got NoneType in dict with losss; name it loss"),
         (lambda loss: (torch.ones(2), loss), r"got a tensor of shape \(2,\) in tuple"),
         (lambda loss: types.SimpleNamespace(loss=None), "got NoneType in SimpleNamespace"),
         (lambda loss: None, "got NoneType in NoneType"),
@@ -84,7 +84,7 @@ import torch
 
 
 def model(size, kind=torch.nn.Linear):
-    return kind(size, 1) if size else None
+    return (kind if size == 9 else kind(size, 1)) if size else None
 
 
 compiled = []
@@ -165,6 +165,7 @@ def test_an_own_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("arguments", "message"),
     [
         ({"size": 0}, "model.factory returned NoneType; it must return a torch.nn.Module"),
+        ({"size": 9}, "model.factory returned the class Linear, not an object of it; it must"),
         ({"sise": 3}, "model.factory: own_net:model.* and its `arguments` differ"),
     ],
 )

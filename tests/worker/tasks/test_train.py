@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from ortlaunch.errors import CheckpointError, InputError, NonFiniteError
+from ortlaunch.errors import CheckpointError, EngineError, InputError, NonFiniteError
 from ortlaunch.launch_plan import BatchPlan
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker.checkpoint import saving as savings
@@ -29,6 +29,7 @@ from ortlaunch.worker.tasks import train as training
 from ortlaunch.worker.tasks.train import run as run_task
 from ortlaunch.worker.training.checkpoint_exports import CheckpointExports
 from tests.makers import recipe
+from tests.ort import needs_ort
 from tests.training import SHARDINGS, records, session_here, train_here
 
 STEPS = {"max_steps": 6}
@@ -503,8 +504,9 @@ def test_a_buffer_that_gets_nan_is_not_shipped(tmp_path: Path) -> None:
     assert [step for step, _ in RunDir(tmp_path / "bad").complete_checkpoints()] == [2]
 
 
+@pytest.mark.parametrize("engine", ["eager", pytest.param("ort", marks=needs_ort)])
 @pytest.mark.parametrize("how", ["detached", "whole numbers", "no_grad"])
-def test_a_loss_without_a_gradient(how: str, tmp_path: Path) -> None:
+def test_a_loss_without_a_gradient(how: str, engine: str, tmp_path: Path) -> None:
     """A loss without a gradient is an error of the user's model, with the remedy."""
 
     class Model(Line):
@@ -514,7 +516,36 @@ def test_a_loss_without_a_gradient(how: str, tmp_path: Path) -> None:
             return loss.detach() if how == "detached" else loss.long() if how[0] == "w" else loss
 
     with pytest.raises(InputError, match="the loss that the model returns has no gradient: it is"):
-        train_here(tmp_path, Model(), ROWS, train=STEPS)
+        train_here(tmp_path, Model(), ROWS, train=STEPS, engine={"name": engine})
+
+
+class Branching(nn.Module):
+    """A model that ONNX Runtime's graph cannot hold, with a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = self.layer(x).square().mean()
+        return loss * 2 if loss > 1 else loss
+
+
+@needs_ort
+@pytest.mark.parametrize(
+    ("named", "advice"),
+    [
+        ([], r"or engine\.torch_modules=\[PATH\] for a layer that it cannot run$"),
+        (["layer"], r"or name another layer, too, or the one around, in engine\.torch_modules$"),
+    ],
+)
+def test_the_advice_on_layers_that_run_as_torch(
+    named: list[str], advice: str, tmp_path: Path
+) -> None:
+    """The error of a model that cannot run advises engine.torch_modules=[PATH] if that is unset."""
+    samples = [{"x": torch.ones(4), "y": torch.ones(())}] * 8
+    with pytest.raises(EngineError, match=advice):
+        train_here(tmp_path, Branching(), samples, engine={"name": "ort", "torch_modules": named})
 
 
 class Evaluations:

@@ -165,6 +165,15 @@ def test_later_losses_are_counted() -> None:
     assert lines[1] == "8 later losses are not finite either, up to step 12"
 
 
+def test_no_checkpoint_follows_a_loss_that_is_not_finite(tmp_path: Path) -> None:
+    """A loss that is not finite ends the run before a checkpoint, though no log line is due."""
+    settings = {**SETTINGS, "checkpoint": {"every_steps": 2}, "log": {"every_steps": 50}}
+    with pytest.raises(NonFiniteError, match=f"step {BAD_STEP + 1}: the loss is inf"):
+        train_here(tmp_path, Line("constant"), rows(BAD), train={"max_steps": STEPS}, **settings)
+    newest = sorted(path.name for path in RunDir(tmp_path).checkpoints.glob("step_*"))[-1]
+    assert newest == "step_00000002"
+
+
 def test_a_rollback_before_the_first_checkpoint(tmp_path: Path) -> None:
     """A rollback before the first save returns to step 0; later starts leave out the same."""
     # Two bad batches in a row.

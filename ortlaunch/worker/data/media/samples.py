@@ -197,7 +197,7 @@ def _read_sound(path: str, processor: Any, max_frames: int = sys.maxsize) -> NDA
         with wave.open(path) as file:
             channels, width, own_rate, frames, *_ = file.getparams()
             data = file.readframes(min(max_frames, frames))
-    except (wave.Error, EOFError) as error:
+    except (wave.Error, EOFError, PermissionError) as error:
         refuse_lfs_pointers([path])
         raise DataError(f"{path}: is not read as WAV: {error}; {remedy}") from None
     # Whisper's processor would cut the rest off.
