@@ -5,10 +5,8 @@ run_folder/cause_text.py renders it. Imports nothing of ortlaunch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 
 class Cause(str, Enum):
@@ -81,21 +79,6 @@ class Failure:
     """Processes that the kernel's out-of-memory killer ended during the run; None if unknown."""
     raised_at: str = ""
     """Line of the user's own files where the error was raised."""
-
-    @classmethod
-    def from_error_record(cls, record: Mapping[str, Any]) -> Failure:
-        """Return the failure of a rank's record in errors/."""
-        return cls(
-            cause=Cause(record["cause"]),
-            detail=record["detail"],
-            rank=record["rank"],
-            host=record["host"],
-            signal=record["signal"],
-            status=record["exit_status"],
-            step=record.get("step"),
-            memory_kills=record.get("memory_kills"),
-            raised_at=record.get("raised_at", ""),
-        )
 
     @property
     def rank_and_host(self) -> str:

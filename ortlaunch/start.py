@@ -1,7 +1,7 @@
 """`python ortlaunch/start.py MODULE ARGUMENT...`: `python -m MODULE` without the current folder.
 
 `python -m` searches the current folder first for every import, and that folder may have any
-numpy.py. Python 3.10 has no option -P. A script's own folder is first on the path instead, and it is
+numpy.py. A script's own folder is first on the path instead, and it is
 removed before any other import.
 """
 
@@ -22,7 +22,7 @@ def run_module(module: str, *arguments: str) -> int:
 
 if __name__ == "__main__":
     # With -P or PYTHONSAFEPATH there is no such entry.
-    if not getattr(sys.flags, "safe_path", False):
+    if not sys.flags.safe_path:
         del sys.path[0]
     import runpy
 

@@ -112,7 +112,13 @@ def run_here(folder: Path, recipe: Recipe, task: str = "train") -> RunDir:
     run.recipe.write_text(dump_recipe_yaml(recipe))
     run.plan.write_text(replace(plan(recipe), task=task).to_json())
     rank = Rank(0, 1, 0, 1)
+    had_group = torch.distributed.is_initialized()
     # A rank sets RANK and others, which would make later tests of this process ranks of a launcher.
-    with mock.patch.dict(os.environ):
-        assert worker.run_rank(run, rank, Watchdog(rank, run)) == 0
+    try:
+        with mock.patch.dict(os.environ):
+            assert worker.run_rank(run, rank, Watchdog(rank, run)) == 0
+    finally:
+        # A process that fails ends with its process group; this one goes on.
+        if torch.distributed.is_initialized() and not had_group:
+            torch.distributed.destroy_process_group()
     return run

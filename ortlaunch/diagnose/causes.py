@@ -19,8 +19,8 @@ def find_cause(evidence: Evidence) -> Failure:
     if evidence.exit_status == 0:
         return Failure(Cause.ENDED_WELL)
     # A rank's own record names the exception; the command only sees exit statuses and signals.
-    if evidence.first_record:
-        return _refine_gradient_cause(Failure.from_error_record(evidence.first_record), evidence)
+    if evidence.first_record is not None:
+        return _refine_gradient_cause(evidence.first_record.to_failure(), evidence)
     if evidence.failure is None or (
         evidence.failure.cause is Cause.UNKNOWN and not evidence.failure.detail
     ):

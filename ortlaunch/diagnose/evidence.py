@@ -8,9 +8,9 @@ from pathlib import Path
 
 from ortlaunch.cause import Cause, Failure
 from ortlaunch.json_types import Json, open_regular
-from ortlaunch.launch.failure import error_record_sort_key
 from ortlaunch.launch_plan import Plan
-from ortlaunch.run_folder.folder import RunDir, read_error_record
+from ortlaunch.run_folder.error_record import ErrorRecord, read_error_records
+from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.run_folder.lines import JsonLines, parse_and_add_line
 
 _LAST_LINES = 12  # enough for the end of a traceback
@@ -31,15 +31,15 @@ class Evidence:
     """The last output of the command; "" if it printed nothing."""
     failure: Failure | None
     """The failure that the command recorded."""
-    records: list[Json]
+    records: list[ErrorRecord]
     """Error records of failed ranks, of a hang and of a lost host; primary ones first, in the order in which
     they were written."""
 
     @property
-    def first_record(self) -> Json:
-        """The error record of the cause; empty if no rank wrote one of its own."""
+    def first_record(self) -> ErrorRecord | None:
+        """The error record of the cause; None if no rank wrote one of its own."""
         # A secondary record is an error that another rank's failure caused.
-        own_record = self.records[0] if self.records and not self.records[0]["secondary"] else {}
+        own_record = next((record for record in self.records[:1] if not record.secondary), None)
         # Launchers, too, request a stop of ranks. So the record of a stopped rank counts only if
         # the command attributes the end to that rank.
         is_blamed = (
@@ -47,11 +47,8 @@ class Evidence:
             and self.failure.cause is Cause.STOPPED
             and self.failure.rank is not None
         )
-        return (
-            {}
-            if own_record and own_record["cause"] is Cause.STOPPED and not is_blamed
-            else own_record
-        )
+        is_stop = own_record is not None and own_record.cause is Cause.STOPPED
+        return None if is_stop and not is_blamed else own_record
 
     @property
     def plan(self) -> Plan | None:
@@ -63,14 +60,13 @@ def read_evidence(
     run: RunDir, state_name: str, exit_status: int | None, last_output: str, failure: Failure | None
 ) -> Evidence:
     """Read the error records of the ranks and combine them with the command's facts."""
-    error_records = [read_error_record(path) for path in run.error_record_paths]
     return Evidence(
         run,
         state_name,
         exit_status,
         last_output,
         failure,
-        sorted(error_records, key=error_record_sort_key),
+        sorted(read_error_records(run), key=lambda record: record.sort_key),
     )
 
 

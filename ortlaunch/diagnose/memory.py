@@ -63,12 +63,10 @@ def memory_suggestions(evidence: Evidence) -> list[str]:
 
 def _memory_limit_per_rank(evidence: Evidence, plan: Plan) -> int | None:
     """Return the memory limit of each rank on the failed rank's host, in bytes; None if unknown."""
-    recorded_limit = evidence.first_record.get("memory_limit")
-    return (
-        int(recorded_limit["bytes"]) // plan.node_of(evidence.first_record["rank"]).slots
-        if recorded_limit and plan.device == "cpu"
-        else None
-    )
+    record = evidence.first_record
+    if record is None or record.memory_limit is None or plan.device != "cpu":
+        return None
+    return int(record.memory_limit["bytes"]) // plan.node_of(record.rank).slots
 
 
 def _smaller_settings(

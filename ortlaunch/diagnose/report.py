@@ -151,15 +151,15 @@ def _evidence_lines(run_evidence: Evidence, failure: Failure) -> Iterator[str]:
     )
     # Original failures come first, then by time. The first record is most likely the cause.
     for record in run_evidence.records[:1]:
-        yield f"  {record.get('summary')}"
+        yield f"  {record.summary}"
         # The command prints a traceback with the frames of packages left out.
         short_text = run_evidence.last_output.partition(f"\n{VERDICT_PREFIX}")[0]
-        error_log_lines = evidence.last_error_lines(run_evidence.run, record["rank"])
+        error_log_lines = evidence.last_error_lines(run_evidence.run, record.rank)
         shown_lines = (
             short_text.splitlines() if short_text.startswith("Traceback") else error_log_lines
         )
         yield from (f"    | {line}" for line in shown_lines)
-    if other_ranks := [f"{record['rank']}" for record in run_evidence.records[1:]]:
+    if other_ranks := [f"{record.rank}" for record in run_evidence.records[1:]]:
         yield f"  rank {', '.join(other_ranks[:16])} ended later: {len(other_ranks)} in all"
     if not run_evidence.records and run_evidence.last_output:
         output_lines = [

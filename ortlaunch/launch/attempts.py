@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from ortlaunch.cause import Cause
-from ortlaunch.json_types import Json
 from ortlaunch.launch.failure import RunEnd, first_error_record, ranks_that_began
 from ortlaunch.launch.record import Attempt
 from ortlaunch.launch_plan import Plan
 from ortlaunch.rank import NO_FAULT
+from ortlaunch.run_folder.error_record import ErrorRecord
 from ortlaunch.run_folder.folder import COMPLETE, RunDir
 
 
@@ -29,7 +29,7 @@ def failed_attempt_record(
         cause=failure_cause(end),
         verdict=end.last_output.partition("\n")[0],
         failure=_comparable_failure_text(first_record, end),
-        step=None if not has_begun or first_record is None else first_record.get("step"),
+        step=None if not has_begun or first_record is None else first_record.step,
         checkpoint=newest_complete_checkpoint_step(run),
         resumed=checkpoint_at_start,
     )
@@ -39,16 +39,12 @@ def failure_cause(end: RunEnd) -> Cause:
     return end.failure.memory_aware_cause if end.failure else Cause.UNKNOWN
 
 
-def _comparable_failure_text(first_record: Json | None, end: RunEnd) -> str:
+def _comparable_failure_text(first_record: ErrorRecord | None, end: RunEnd) -> str:
     """Return the text that is compared between attempts: the exception, or the exit status."""
-    if (
-        first_record is None
-        or first_record["secondary"]
-        or first_record["type"] in ("Signal", "Exit")
-    ):
+    if first_record is None or first_record.secondary or first_record.is_seen_by_supervisor_only:
         return f"exit status {end.status}"
-    message = str(first_record["message"]).strip().splitlines()
-    return f"{first_record['type']}: {message[0][:200]}" if message else first_record["type"]
+    message = first_record.message.strip().splitlines()
+    return f"{first_record.type}: {message[0][:200]}" if message else first_record.type
 
 
 def newest_complete_checkpoint_step(run: RunDir, before_time_ns: float = float("inf")) -> int:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ortlaunch.cause import Cause, Failure
 from ortlaunch.errors import DamagedFile
-from ortlaunch.json_types import Json, read_regular
+from ortlaunch.json_types import read_regular
 from ortlaunch.launch_plan import Plan
 from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.run_folder.cause_text import (
@@ -21,7 +21,8 @@ from ortlaunch.run_folder.cause_text import (
     VERDICT_PREFIX,
     command_end_sentence,
 )
-from ortlaunch.run_folder.folder import RunDir, is_disk_full, read_error_record, read_own_json
+from ortlaunch.run_folder.error_record import ErrorRecord, most_likely_cause, read_error_records
+from ortlaunch.run_folder.folder import RunDir, is_disk_full, read_own_json
 from ortlaunch.run_folder.library_messages import match_cause_in_text
 from ortlaunch.run_folder.origin import planned_steps
 
@@ -86,15 +87,15 @@ def classify_run_end(
         return _end_after_saving(
             run, user_signal, launcher_signal == signal.SIGKILL and unrequested
         )
-    records = _error_records(run)
-    first_record = _most_likely_cause(records)
-    on_request = first_record is not None and first_record["cause"] is Cause.STOPPED
+    records = read_error_records(run)
+    first_record = most_likely_cause(records)
+    on_request = first_record is not None and first_record.cause is Cause.STOPPED
     launcher_error = _torchrun_exception_line(run)
     # A rank's stop or secondary failure is then the effect of the launcher's own failure.
     if (
         launcher_error
         and unrequested
-        and (first_record is None or on_request or first_record["secondary"])
+        and (first_record is None or on_request or first_record.secondary)
     ):
         cause = (match_cause_in_text(launcher_error) or (None,))[0]
         cause = cause if cause is Cause.NO_LOCKS else Cause.LAUNCHER_FAILED
@@ -109,7 +110,7 @@ def classify_run_end(
     # A requested stop explains the end better than the errors that it caused in the ranks.
     if user_signal is not None and (launcher_status or first_record is not None):
         return _end_after_stop_without_saving(run, first_record, user_signal)
-    if first_record is not None and not first_record["secondary"] and not on_request:
+    if first_record is not None and not first_record.secondary and not on_request:
         return _end_from_error_record(first_record, rank0_output_was_shown)
     if first_record is None and launcher_status == 0:
         return RunEnd(0, f"done: {run}")
@@ -139,7 +140,7 @@ def _torchrun_exception_line(run: RunDir) -> str:
 
 
 def _ranks_without_record_that_may_be_cause(
-    run: RunDir, records: list[Json], user_signal: int | None
+    run: RunDir, records: list[ErrorRecord], user_signal: int | None
 ) -> set[int]:
     """Return the ranks without a record whose end may be the reason why the others were stopped.
 
@@ -147,7 +148,7 @@ def _ranks_without_record_that_may_be_cause(
     is still reserved. If no user requested a stop, they are also the ranks that never began.
     """
     began = ranks_that_began(run)
-    recorded = {record["rank"] for record in records} | set(_ending_signals_by_rank(run))
+    recorded = {record.rank for record in records} | set(_ending_signals_by_rank(run))
     killed = {rank for rank in began - recorded if run.reserved_space_path(rank).exists()}
     requested = user_signal is not None or run.stop_request.exists()
     return killed if requested else killed | set(range(Plan.read(run.plan).world_size)) - began
@@ -162,7 +163,7 @@ def _end_after_saving(
     killed = Failure(Cause.LAUNCHER_KILLED, who=program, signal=signal.SIGKILL) if program else None
     end_text = f"{command_end_sentence(killed)}; " if killed else ""
     end_text += f"stopped by {stop_record['by']}, saved after step {stop_record['step']} of {stop_record['steps']}"
-    status = 130 if user_signal == signal.SIGINT else stop_record["exit_status"]
+    status = 130 if user_signal == signal.SIGINT else stop_record.exit_status
     return RunEnd(status, end_text, Failure(Cause.STOPPED, end_text), stopped_on_request=True)
 
 
@@ -170,8 +171,8 @@ def classify_vanished_command(run: RunDir, command_name: str) -> RunEnd:
     """Return the end of a run whose command disappeared together with its ranks."""
     if run.stopped.exists():
         return _end_after_saving(run, None)
-    first_record = _most_likely_cause(_error_records(run))
-    if first_record is not None and not first_record["secondary"]:
+    first_record = most_likely_cause(read_error_records(run))
+    if first_record is not None and not first_record.secondary:
         return _end_from_error_record(first_record)
     return RunEnd.from_failure(
         137, Failure(Cause.COMMAND_KILLED, who=command_name), f"\nlogs: {run.logs}"
@@ -183,7 +184,7 @@ def _end_without_original_failure(
     launcher_status: int,
     launcher_signal: int | None,
     oom_kills: int | None,
-    records: list[Json],
+    records: list[ErrorRecord],
 ) -> RunEnd:
     """Return the end of a run in which no rank recorded a failure of its own."""
     plan = Plan.read(run.plan)
@@ -199,7 +200,7 @@ def _end_without_original_failure(
         )
         return RunEnd.from_failure(128 + launcher_signal, killed)
     began = ranks_that_began(run)
-    silent = sorted(began - {record["rank"] for record in records} - set(exit_requests))
+    silent = sorted(began - {record.rank for record in records} - set(exit_requests))
     # Ranks that ended in order removed the space reserved for their error record.
     killed_ranks = [rank for rank in silent if run.reserved_space_path(rank).exists()] or silent
     if launcher_status and not records and is_disk_full(run.path):
@@ -211,13 +212,14 @@ def _end_without_original_failure(
         return _end_with_absent_ranks(
             run, launcher_status, oom_kills, _rank_and_host_names(plan, absent), len(began)
         )
-    first_record = _most_likely_cause(records)
+    first_record = most_likely_cause(records)
     if (
         first_record is not None
-        and first_record["cause"] is Cause.OUTLIVED
-        and first_record["exit_status"] == EXIT_SAVED
+        and first_record.signal is not None
+        and first_record.cause is Cause.OUTLIVED
+        and first_record.exit_status == EXIT_SAVED
     ):
-        return _end_after_stop_without_saving(run, first_record, first_record["signal"])
+        return _end_after_stop_without_saving(run, first_record, first_record.signal)
     if exit_requests:
         rank = min(exit_requests, key=lambda rank: exit_requests[rank][1])
         signal_number = exit_requests[rank][0]
@@ -229,7 +231,7 @@ def _end_without_original_failure(
     if first_record is None:
         return _end_with_absent_ranks(run, launcher_status, oom_kills)
     return _end_from_error_record(first_record)._replace(
-        failure=Failure(Cause.LOST_PEERS, first_record["summary"])
+        failure=Failure(Cause.LOST_PEERS, first_record.summary)
     )
 
 
@@ -251,34 +253,9 @@ def _end_with_absent_ranks(
     return RunEnd.from_failure(launcher_status, failure, f"; see above, and {run.logs}")
 
 
-def first_error_record(run: RunDir) -> Json | None:
+def first_error_record(run: RunDir) -> ErrorRecord | None:
     """Return the record of the earliest original failure, else of a secondary one."""
-    return _most_likely_cause(_error_records(run))
-
-
-def _error_records(run: RunDir) -> list[Json]:
-    """Return the error records of ranks, of a run that made no progress, and of a lost host."""
-    return [read_error_record(path) for path in run.error_record_paths]
-
-
-def _most_likely_cause(records: list[Json]) -> Json | None:
-    """Return the record of the failure that most likely caused the others; None without records."""
-    return min(records, key=error_record_sort_key, default=None)
-
-
-def error_record_sort_key(record: Json) -> tuple[bool, bool, int, float]:
-    """Return the sort key of an error record: the most likely cause first.
-
-    Original failures come before secondary ones. Of the latter, ranks come first that were killed
-    because they had not saved in the grace period (OUTLIVED).
-    """
-    # Hosts' clocks differ, so the count of earlier records comes before the time.
-    return (
-        record["secondary"],
-        record["cause"] is not Cause.OUTLIVED,
-        record.get("after", 0),
-        record["time"],
-    )
+    return most_likely_cause(read_error_records(run))
 
 
 def ranks_that_began(run: RunDir) -> set[int]:
@@ -306,16 +283,16 @@ def _ending_signals_by_rank(run: RunDir) -> dict[int, tuple[int, float]]:
 
 
 def _end_after_stop_without_saving(
-    run: RunDir, first_record: Json | None, signal_number: int
+    run: RunDir, first_record: ErrorRecord | None, signal_number: int
 ) -> RunEnd:
     """Return the end of a run that was requested to stop and did not save.
 
     The exit status is EXIT_SAVED if the run can continue from an older checkpoint.
     """
-    too_slow = first_record is None or first_record["cause"] is Cause.OUTLIVED
+    too_slow = first_record is None or first_record.cause is Cause.OUTLIVED
     text_before = (
         f"{_end_from_error_record(first_record).text}\n"
-        if first_record and (too_slow or not first_record["secondary"])
+        if first_record and (too_slow or not first_record.secondary)
         else ""
     )
     stop_text = f"stopped by {signal.Signals(signal_number).name}"
@@ -349,13 +326,13 @@ def _end_after_stop_without_saving(
 
 
 def _end_after_stop_with_nothing_to_save(
-    run: RunDir, first_record: Json, user_signal: int | None
+    run: RunDir, first_record: ErrorRecord, user_signal: int | None
 ) -> RunEnd:
     """Return the end of a run that was requested to stop when it had nothing to save.
 
     It names the sender of the request rather than the signal that the ranks received.
     """
-    status = first_record["exit_status"]
+    status = first_record.exit_status
     sender_name = None
     if user_signal is not None:
         status = 130 if user_signal == signal.SIGINT else status
@@ -408,7 +385,9 @@ def _rank_and_host_names(plan: Plan, ranks: list[int]) -> str:
     return ", ".join([*names, *([f"{len(ranks) - 8} more"] if len(ranks) > 8 else [])])
 
 
-def _end_from_error_record(error_record: Json, rank0_output_was_shown: bool = False) -> RunEnd:
+def _end_from_error_record(
+    error_record: ErrorRecord, rank0_output_was_shown: bool = False
+) -> RunEnd:
     """Return the end that a rank's record describes.
 
     Args:
@@ -416,16 +395,14 @@ def _end_from_error_record(error_record: Json, rank0_output_was_shown: bool = Fa
     """
     was_shown = (
         rank0_output_was_shown
-        and error_record["rank"] == 0
-        and error_record["type"] in ("Signal", "Exit")
+        and error_record.rank == 0
+        and error_record.is_seen_by_supervisor_only
     )
-    traceback = _LIKE_OURS.sub(
-        "  ", (error_record.get("folded") or error_record["traceback"]).rstrip()
-    )
+    traceback = _LIKE_OURS.sub("  ", (error_record.folded or error_record.traceback).rstrip())
     text_before = f"{traceback}\n\n" if traceback and not was_shown else ""
     return RunEnd(
-        error_record["exit_status"],
-        error_record["summary"],
-        Failure.from_error_record(error_record),
+        error_record.exit_status,
+        error_record.summary,
+        error_record.to_failure(),
         text_before,
     )

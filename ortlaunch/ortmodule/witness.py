@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from ortlaunch.json_types import Json
 from ortlaunch.ortmodule.base import counters, torch_calls
 from ortlaunch.ortmodule.base.counters import tally
-from ortlaunch.ortmodule.base.graph import GraphContents, count_graph_nodes, node_count
+from ortlaunch.ortmodule.base.graph import GraphContents, count_graph_nodes
 from ortlaunch.ortmodule.base.patching import wrap_method
 from ortlaunch.ortmodule.base.placement import nodes_by_provider
 from ortlaunch.ortmodule.repaired import import_ortmodule
@@ -191,7 +191,7 @@ def _record_graph(original: AnyFunction, manager: Manager) -> None:
             _is_memory_efficient(session_options),
         )
         graph.provider, *other_providers = session.get_providers()
-        node_counts = {graph.provider: node_count(graph.forward + graph.backward)}
+        node_counts = {graph.provider: (graph.forward + graph.backward).total()}
         graph.nodes_by_provider = (
             _nodes_by_provider_or_empty(session_options.optimized_model_filepath, session)
             if other_providers

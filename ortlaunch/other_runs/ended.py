@@ -119,7 +119,7 @@ def _is_restart_useless(run: RunDir) -> bool:
         return True
     first_record = first_error_record(run)
     # Slurm sends SIGUSR1 `submit.signal_seconds` before the time limit.
-    if run.stopped.exists() or first_record is None or first_record.get("signal") != signal.SIGUSR1:
+    if run.stopped.exists() or first_record is None or first_record.signal != signal.SIGUSR1:
         return False
     start_time_ns = run.request.stat().st_mtime_ns
     return all(

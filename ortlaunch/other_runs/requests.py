@@ -176,7 +176,7 @@ def _recorded_end(run: RunDir, status: Status) -> RunEnd | None:
     # The ranks' own records are read: if the command was killed, job.json never gets the end.
     first_record = first_error_record(run)
     if first_record is not None:
-        return RunEnd(first_record["exit_status"], f"{run}: {first_record['summary']}")
+        return RunEnd(first_record.exit_status, f"{run}: {first_record.summary}")
     start_time = datetime.fromisoformat(status.job.started).timestamp()
     has_completed = run.summary.exists() and run.summary.stat().st_mtime >= start_time
     return RunEnd(0, f"nothing to stop: it has ended\ndone: {run}") if has_completed else None

@@ -413,7 +413,7 @@ def _unrecorded_end(run: RunDir, job: JobRecord) -> RunEnd:
     start_time = datetime.fromisoformat(job.started).timestamp()
     has_completed = run.summary.exists() and run.summary.stat().st_mtime >= start_time
     first_record = first_error_record(run)
-    if has_completed and (first_record is None or first_record["secondary"]):
+    if has_completed and (first_record is None or first_record.secondary):
         return RunEnd(0, f"done: {run}")
     if job.backend == "inside" and _has_finished_comparison(run):
         return RunEnd(0, f"done: {run}")

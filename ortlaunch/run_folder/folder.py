@@ -15,9 +15,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from ortlaunch.cause import Cause
 from ortlaunch.errors import DamagedFile
-from ortlaunch.json_types import Json, parse_json, read_regular
+from ortlaunch.json_types import parse_json, read_regular
 
 # Files of a checkpoint: its list of files with checksums, and the mark that it is complete.
 MANIFEST = "manifest.json"
@@ -476,44 +475,6 @@ class _FileMapping(dict[str, object]):
         raise DamagedFile(
             f"{self._path}: has no {name!r}: it is damaged, or of another version of ortlaunch"
         )
-
-
-def read_error_record(path: Path) -> Json:
-    """Read an error record of a rank or of the whole run.
-
-    Returns:
-        The record, with defaults for fields that are missing or have another type. A damaged file
-        gives a record that names the damage.
-    """
-    # `rank_00003.json` has a number; stall.json and lost.json have none.
-    rank_digits = path.stem.removeprefix("rank_")
-    summary = f"{path} has no summary"
-    try:
-        raw_record = read_own_json(path)
-    except DamagedFile as error:
-        raw_record = {}
-        summary = f"the record of a rank's end cannot be read: {error}"
-    defaults = {
-        "rank": int(rank_digits) if rank_digits.isdecimal() else 0, "host": "?", "type": "Unknown", "message": "",
-        "traceback": "", "exit_status": 1, "secondary": False, "time": 0.0, "summary": summary,
-        "cause": "", "detail": summary,
-    }  # fmt: skip
-    # The default replaces a field that is missing, and one of another type.
-    field_types = {
-        name: (int, float) if name == "time" else type(value) for name, value in defaults.items()
-    }
-    invalid_names = {
-        name
-        for name, field_type in field_types.items()
-        if not isinstance(raw_record.get(name), field_type)
-    }
-    signal_number = raw_record.get("signal")
-    record = {**raw_record, **{name: defaults[name] for name in invalid_names}}
-    return {
-        **record,
-        "cause": Cause(record["cause"]),
-        "signal": signal_number if isinstance(signal_number, int) else None,
-    }
 
 
 def _json_error_message(path: Path, error: json.JSONDecodeError) -> str:

@@ -10,7 +10,8 @@ import time
 from typing import NamedTuple
 
 from ortlaunch.cause import Cause
-from ortlaunch.run_folder.folder import RunDir, write_json_atomically
+from ortlaunch.run_folder.error_record import ErrorRecord
+from ortlaunch.run_folder.folder import RunDir
 
 LOST_HOST_TYPE = "LostHost"
 """The record's type."""
@@ -33,12 +34,20 @@ class LostHost(NamedTuple):
 
     def write_unless_recorded(self, run: RunDir) -> None:
         """Record this host as the cause of the run's end, unless another host is recorded."""
-        record = {"type": LOST_HOST_TYPE, "cause": Cause.HOST_LOST, "detail": self.reason, "message": self.reason,
-                  "traceback": "", "secondary": False, "time": time.time(),
-                  "signal": None, "exit_status": EXIT_STATUS, "rank": self.rank, "host": self.host,
-                  "summary": self.summary, "step": None, "after": run.count_error_record()}  # fmt: skip
+        record = ErrorRecord(
+            LOST_HOST_TYPE,
+            Cause.HOST_LOST,
+            EXIT_STATUS,
+            self.rank,
+            self.host,
+            detail=self.reason,
+            message=self.reason,
+            summary=self.summary,
+            time=time.time(),
+            after=run.count_error_record(),
+        )
         # The disk may have been on the lost host.
         with contextlib.suppress(OSError):
             # The first one is kept: the loss of more hosts may follow from it.
             if not run.lost.exists():
-                write_json_atomically(run.lost, record)
+                record.write(run.lost)

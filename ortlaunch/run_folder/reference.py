@@ -13,6 +13,7 @@ from ortlaunch import launch_plan
 from ortlaunch.evaluation_metrics import METRICS
 from ortlaunch.run_folder import (
     engine_report,
+    error_record,
     export_records,
     profile_record,
     records,
@@ -30,6 +31,7 @@ A field whose value may be absent is left out of the file where it does not appl
 """
 # Records that share a file with another record, so no row of FILES names them.
 _OTHERS = {
+    "errors/rank_00003.json, stall.json, lost.json": "ErrorRecord",
     "metrics.jsonl, evaluations": "EvaluationLine",
     "device.json, of format ondevice": "DeviceArtifacts",
 }
@@ -40,12 +42,22 @@ _WORDS = {
     "bool": "true, false",
     "None": "null",
     "Any": "any value",
+    "Json": "mapping",
+    "Cause": "text",
 }
 
 
 def run_folder_page() -> str:
     """Return the whole page."""
-    modules = (launch_plan, engine_report, profile_record, records, resume_record, export_records)
+    modules = (
+        launch_plan,
+        engine_report,
+        profile_record,
+        records,
+        resume_record,
+        export_records,
+        error_record,
+    )
     bodies = [ast.parse(inspect.getsource(module)).body for module in modules]
     types = {
         definition.name: definition

@@ -421,5 +421,7 @@ def test_ranks_of_two_hosts_are_ordered_as_the_command_orders_them(tmp_path: Pat
     )
     first = first_error_record(run)
     assert first is not None
-    assert first["rank"] == 1
-    assert evidence.read_evidence(run, "failed", 1, "", None).first_record["rank"] == 1
+    assert first.rank == 1
+    own_record = evidence.read_evidence(run, "failed", 1, "", None).first_record
+    assert own_record is not None
+    assert own_record.rank == 1

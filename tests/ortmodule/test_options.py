@@ -15,7 +15,6 @@ from ortlaunch import machine
 from ortlaunch.errors import EngineError
 from ortlaunch.ortmodule import options
 from ortlaunch.ortmodule.base import registry
-from ortlaunch.ortmodule.base.graph import node_count
 from ortlaunch.ortmodule.build import extensions
 from ortlaunch.ortmodule.witness import Witness
 from ortlaunch.recipe.fields.engine import Engine
@@ -108,9 +107,9 @@ class Copied(Words):
 
 def memory_optimization(witness: Witness, tmp_path: Path, capfd: Any) -> None:
     kept, recomputed = (executed(witness, Words(), memory_optimization=level) for level in (0, 1))
-    assert node_count(recomputed.forward) <= node_count(kept.forward)
+    assert recomputed.forward.total() <= kept.forward.total()
     # The backward pass has the recomputed nodes, not merged with those of the forward pass.
-    assert node_count(recomputed.backward) > node_count(kept.backward) + 5
+    assert recomputed.backward.total() > kept.backward.total() + 5
     assert recomputed.backward["LayerNormalization"] == recomputed.backward["Gelu"] == 1
 
 
@@ -123,7 +122,7 @@ def memory_optimization_config(witness: Witness, tmp_path: Path, capfd: Any) -> 
     # ORT's keys are cluster:strategy:count; -1 recomputes all occurrences.
     cluster = next(iter(known)).split(",")[0].rsplit(":", 1)[0]
     recomputed = executed(witness, Words(), memory_optimization_config=[f"{cluster}:-1"])
-    assert node_count(recomputed.backward) > node_count(kept.backward)
+    assert recomputed.backward.total() > kept.backward.total()
     # A level and a list contradict each other.
     assert "chooses the subgraphs itself" in refused(
         memory_optimization=1, memory_optimization_config=["A:1:-1"]
@@ -174,7 +173,7 @@ def print_input_density(witness: Witness, tmp_path: Path, capfd: Any) -> None:
     silent, printing = (
         executed(witness, FewLabels(), print_input_density=wanted) for wanted in (False, True)
     )
-    assert node_count(printing.python) > node_count(silent.python)
+    assert printing.python.total() > silent.python.total()
     assert "label tensor density" in capfd.readouterr().out
 
 
@@ -187,7 +186,7 @@ def custom_autograd(witness: Witness, tmp_path: Path, capfd: Any) -> None:
             stepped(Custom())
         return
     # One call in the forward and one in the backward pass.
-    assert node_count(executed(witness, Custom(), custom_autograd="python").python) == 2
+    assert executed(witness, Custom(), custom_autograd="python").python.total() == 2
 
 
 def torch_matmul(witness: Witness, tmp_path: Path, capfd: Any) -> None:
@@ -266,7 +265,7 @@ def save_onnx(witness: Witness, tmp_path: Path, capfd: Any) -> None:
     stepped(Words(), save_onnx=str(tmp_path / "graphs"))
     saved = onnx.load(tmp_path / "graphs" / "rank_00000_execution_model_training.onnx")
     graph = witness.graphs[-1]
-    assert len(saved.graph.node) - 1 == node_count(graph.forward) + node_count(graph.backward)
+    assert len(saved.graph.node) - 1 == graph.forward.total() + graph.backward.total()
     (tmp_path / "file").write_text("")
     # A folder below a regular file cannot be created.
     with pytest.raises(EngineError, match=r"Settings\.save_onnx: cannot write"):

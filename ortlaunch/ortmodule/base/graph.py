@@ -61,8 +61,8 @@ class GraphContents:
     def nodes_run(self) -> int:
         """The number of nodes executed so far."""
         return (
-            node_count(self.forward) * self.forward_passes
-            + node_count(self.backward) * self.backward_passes
+            self.forward.total() * self.forward_passes
+            + self.backward.total() * self.backward_passes
         )
 
     def graph_record(self) -> Json:
@@ -72,7 +72,7 @@ class GraphContents:
             if self.training
             else {"forward": self.forward}
         )
-        nodes = {f"{half}_nodes": node_count(ops) for half, ops in halves.items()}
+        nodes = {f"{half}_nodes": ops.total() for half, ops in halves.items()}
         frequent = {
             f"{half}_operators": dict(ops.most_common(_MAX_LISTED_OPERATORS))
             for half, ops in halves.items()
@@ -86,11 +86,6 @@ class GraphContents:
             "python": dict(self.python),
             "triton": dict(self.triton),
         }
-
-
-def node_count(nodes_by_operator: Counter[str]) -> int:
-    """Return the number of nodes; Counter.total came with Python 3.10."""
-    return sum(nodes_by_operator.values())
 
 
 def count_graph_nodes(

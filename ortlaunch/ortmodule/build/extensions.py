@@ -229,7 +229,7 @@ def _install_hint() -> str:
     if sys.version_info[:2] > NEWEST_PYTHON:
         return (
             "onnxruntime-training has no wheel for a Python newer than 3.11, and this is "
-            f"Python {sys.version_info[0]}.{sys.version_info[1]}. Use Python 3.10 or 3.11"
+            f"Python {sys.version_info[0]}.{sys.version_info[1]}. Use Python 3.11"
         )
     return (
         "ORTModule needs ONNX Runtime Training. "

@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import signal
 import socket
 import sys
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from ortlaunch import machine
 from ortlaunch.cause import Cause
 from ortlaunch.errors import BadStepError, DataWorkerError, FileError, OrtlaunchError, error_chain
-from ortlaunch.json_types import Json
 from ortlaunch.rank import EXIT_SAVED, Rank
 from ortlaunch.run_folder.cause_text import CRASH_SIGNALS
-from ortlaunch.run_folder.folder import (
-    RunDir,
-    is_disk_full,
-    read_error_record,
-    write_json_atomically,
-)
+from ortlaunch.run_folder.error_record import ErrorRecord, read_error_record
+from ortlaunch.run_folder.folder import RunDir, is_disk_full, json_text
 from ortlaunch.run_folder.library_messages import (
     is_lost_peer_message,
     match_cause_in_text,
@@ -33,14 +29,29 @@ from ortlaunch.run_folder.library_messages import (
 from ortlaunch.worker.supervision.pulse import Pulse
 from ortlaunch.worker.supervision.user_frames import fold_foreign_frames, user_source_location
 
-# Types of ends that only the supervisor saw. Their traceback is the end of the rank's own output.
-SEEN_BY_SUPERVISOR = ("Signal", "Exit")
 # Reserved space of one rank, and of all ranks together.
 _MAX_SPARE_BYTES = 1 << 15
 _ALL_SPARE_BYTES = 1 << 26
 # The least reserved space: one block of usual file systems.
 _PAGE = 1 << 12
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+
+
+class ObservedEnd(NamedTuple):
+    """The end of a rank that recorded nothing itself, as its supervisor saw it."""
+
+    type: str
+    exit_status: int
+    signal: int | None = None
+    is_secondary: bool = False
+    """Whether another rank's end, or a request to end, caused it."""
+    cause: Cause | None = None
+    """None: the signal and the end of the log show it."""
+    detail: str | None = None
+    """None: the decisive line of the log."""
+    memory_kills: int | None = None
+    has_traceback: bool = True
+    """Whether the end of the log is of interest."""
 
 
 class RankEndRecorder:
@@ -78,7 +89,7 @@ class RankEndRecorder:
         """Whether the rank has recorded its end itself."""
         return self._record_path.exists()
 
-    def read_record(self) -> Json:
+    def read_record(self) -> ErrorRecord:
         """Return the record."""
         return read_error_record(self._record_path)
 
@@ -99,68 +110,78 @@ class RankEndRecorder:
         error_type = type(error).__name__
         full_disk_note = self._full_disk_note(error)
         cause, detail = _exception_cause(error, text, full_disk_note)
-        description = f"failed with {error_type}{full_disk_note}"
-        record = {"type": error_type, "cause": cause, "detail": detail, "message": message, "traceback": text,
-                  "secondary": is_secondary, "time": end_time}  # fmt: skip
         user_location = user_source_location(error)
-        if user_location is not None:
-            record |= {"raised_at": user_location, "folded": fold_foreign_frames(text)}
-        self.write_record(
-            os.getpid(), description, {"exit_status": status, "signal": None, **record}
+        record = ErrorRecord(
+            error_type,
+            cause,
+            status,
+            detail=detail,
+            message=message,
+            traceback=text,
+            folded=None if user_location is None else fold_foreign_frames(text),
+            raised_at=user_location,
+            secondary=is_secondary,
+            time=end_time,
         )
+        self.write_record(os.getpid(), f"failed with {error_type}{full_disk_note}", record)
         sys.stderr.flush()
         with os.fdopen(log_descriptor, "w", errors="backslashreplace") as file:
             print(text, file=file)
         return status
 
-    def record_unrecorded_end(self, pid: int, description: str, end_fields: Json) -> None:
+    def record_unrecorded_end(self, pid: int, description: str, end: ObservedEnd) -> None:
         """Record the end of a rank that recorded nothing itself."""
         log_end = self._last_log_lines()
         last_lines = "\n".join(log_end.splitlines()[-20:])
-        full_disk_note = self._full_disk_note() if end_fields["signal"] is None else ""
-        cause, detail = _unrecorded_end_cause(end_fields["signal"], last_lines, full_disk_note)
+        full_disk_note = self._full_disk_note() if end.signal is None else ""
+        cause, detail = _unrecorded_end_cause(end.signal, last_lines, full_disk_note)
         if cause is Cause.CRASH:
             cause, detail = native_crash_cause(log_end)
-        text_fields = {
-            "message": description,
-            "traceback": last_lines,
-            "cause": cause,
-            "detail": detail,
-        }
-        self.write_record(pid, description + full_disk_note, {**text_fields, **end_fields})
+        record = ErrorRecord(
+            end.type,
+            end.cause or cause,
+            end.exit_status,
+            detail=detail if end.detail is None else end.detail,
+            message=description,
+            traceback=last_lines if end.has_traceback else "",
+            secondary=end.is_secondary,
+            signal=end.signal,
+            memory_kills=end.memory_kills,
+            time=time.time(),
+        )
+        self.write_record(pid, description + full_disk_note, record)
 
-    def write_record(self, pid: int, description: str, end_fields: Json) -> None:
+    def write_record(self, pid: int, description: str, record: ErrorRecord) -> None:
         """Add the rank, host and progress to the record, and store it atomically."""
         host = socket.gethostname()
         rank = self.rank
         rank_and_host = f"rank {rank.rank} on host {host} (local rank {rank.local_rank})"
-        summary = (
-            f"{rank_and_host} {description}; exit status {end_fields['exit_status']}; "
-            f"log: {self.run.rank_log_path(rank.rank, 'err')}"
-        )
         progress = self._pulse.read_progress()
-        location_fields = {
-            "rank": rank.rank,
-            "local_rank": rank.local_rank,
-            "host": host,
-            "pid": pid,
-            "summary": summary,
-            "step": progress.step,
-            "phase": progress.phase,
-        }
         limit = machine.smallest_memory_limit()
-        location_fields["memory_limit"] = {"name": limit.name, "bytes": limit.total_bytes}
-        location_fields["after"] = self.run.count_error_record(rank.rank)
-        self._store_atomically({**location_fields, "time": time.time(), **end_fields})
+        self._store_atomically(
+            replace(
+                record,
+                rank=rank.rank,
+                local_rank=rank.local_rank,
+                host=host,
+                pid=pid,
+                summary=f"{rank_and_host} {description}; exit status {record.exit_status}; "
+                f"log: {self.run.rank_log_path(rank.rank, 'err')}",
+                step=progress.step,
+                phase=progress.phase,
+                memory_limit={"name": limit.name, "bytes": limit.total_bytes},
+                after=self.run.count_error_record(rank.rank),
+            )
+        )
 
     def mark_as_secondary(self) -> None:
         """Mark the failure as secondary: it followed a request to end."""
         with contextlib.suppress(OSError):
-            self._store_atomically({**self.read_record(), "secondary": True})
+            self._store_atomically(replace(self.read_record(), secondary=True))
 
-    def _store_atomically(self, record: Json) -> None:
+    def _store_atomically(self, record: ErrorRecord) -> None:
         try:
-            write_json_atomically(self._record_path, record)
+            record.write(self._record_path)
         except OSError:
             # The disk is probably full: overwrite the space that open() reserved.
             with contextlib.suppress(OSError):
@@ -186,23 +207,23 @@ class RankEndRecorder:
         return ""
 
 
-def _write_into_reserved(spare_path: Path, record: Json, reserved_bytes: int) -> None:
+def _write_into_reserved(spare_path: Path, record: ErrorRecord, reserved_bytes: int) -> None:
     """Write the record into the reserved space; keep only the end of a long traceback."""
-    if len(json.dumps(record)) > reserved_bytes:
-        texts: Json = {
-            name: record[name][:1000] for name in ("message", "detail") if name in record
-        }
-        record = {
-            **record,
-            **texts,
-            "folded": "",
-            "traceback": record["traceback"][-reserved_bytes:],
-        }
+    if len(json_text(record.to_json())) > reserved_bytes:
+        record = replace(
+            record,
+            message=record.message[:1000],
+            detail=record.detail[:1000],
+            folded="",
+            traceback=record.traceback[-reserved_bytes:],
+        )
         # A character takes up to six bytes in JSON.
-        while record["traceback"] and (excess := len(json.dumps(record)) - reserved_bytes) > 0:
-            record["traceback"] = record["traceback"][max(1, excess // 6) :]
+        while (
+            record.traceback and (excess := len(json_text(record.to_json())) - reserved_bytes) > 0
+        ):
+            record = replace(record, traceback=record.traceback[max(1, excess // 6) :])
     with open(spare_path, "r+b") as file:
-        file.write(json.dumps(record).encode())
+        file.write(json_text(record.to_json()).encode())
         file.truncate()
 
 

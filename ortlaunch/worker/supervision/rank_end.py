@@ -16,7 +16,6 @@ import time
 from ortlaunch import machine
 from ortlaunch.cause import Cause
 from ortlaunch.errors import escape_control_characters
-from ortlaunch.json_types import Json
 from ortlaunch.launch_plan import Plan
 from ortlaunch.process import wait_until
 from ortlaunch.rank import EXIT_SAVED
@@ -24,11 +23,7 @@ from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.run_folder.lost import EXIT_STATUS as LOST_STATUS
 from ortlaunch.run_folder.lost import LOST_HOST_TYPE
 from ortlaunch.worker.supervision.child import Child
-from ortlaunch.worker.supervision.failure import (
-    SEEN_BY_SUPERVISOR,
-    RankEndRecorder,
-    rank_exit_status,
-)
+from ortlaunch.worker.supervision.failure import ObservedEnd, RankEndRecorder, rank_exit_status
 from ortlaunch.worker.supervision.requests import SIGNAL_REQUESTS
 from ortlaunch.worker.supervision.stall_rules import EXIT_STATUS as STALLED
 from ortlaunch.worker.supervision.watchdog import Watchdog
@@ -61,61 +56,70 @@ def record_rank_end(
     if watchdog.has_ended_rank:
         return _record_stall(end_recorder, child, watchdog)
     signal_number = os.WTERMSIG(wait_status) if os.WIFSIGNALED(wait_status) else None
-    is_secondary = child.first_signal is not None
-    end_type = "Signal"
-    cause_fields: Json = {}
-    is_stop_signal = signal_number in (
-        *_STOPS,
-        *((signal.SIGKILL,) if child.was_ended_by_us else ()),
-    )
-    # have_others_stopped() reads every rank's record, so it is the last condition.
-    if (
-        signal_number
-        and child.can_save
-        and is_stop_signal
-        and (not child.was_ended_by_us or child.run_surroundings.have_others_stopped())
-    ):
+    if signal_number and _is_stop_without_a_step(child, signal_number):
         return _record_stop(end_recorder, child, child.first_signal or signal_number)
-    # Nobody here sent that SIGKILL.
-    if signal_number == signal.SIGKILL and not (child.was_killed_late or child.was_ended_by_us):
-        is_secondary = False
-    if (
-        signal_number == signal.SIGKILL
-        and is_secondary
-        and child.first_signal
-        and child.was_ended_by_us
-        and not child.was_killed_late
-    ):
-        description = f"was ended with its run, after {_signal_name(child.first_signal)}"
-        signal_number = child.first_signal
-    elif signal_number == signal.SIGKILL and is_secondary and child.first_signal:
-        description = _outlived_description(child)
-        signal_number = child.first_signal
-        end_type = "Outlived"
-        cause_fields = {"cause": Cause.OUTLIVED}
-        if signal_number != signal.SIGINT and end_recorder.run.complete_checkpoints():
-            return _record_resumable_end(end_recorder, child, description, signal_number)
-    elif signal_number:
-        phrase, cause_fields = _memory_kill(child.pid, signal_number, kills_before)
-        description = f"was ended by {_signal_name(signal_number)}{phrase}"
-    else:
-        description = f"left with exit status {os.WEXITSTATUS(wait_status)} before the end"
-    code = 128 + signal_number if signal_number else rank_exit_status(os.WEXITSTATUS(wait_status))
+    exit_code = os.WEXITSTATUS(wait_status)
+    description, end = _observe_end(end_recorder.run, child, signal_number, exit_code, kills_before)
     if not end_recorder.is_written:
-        record = {
-            "exit_status": code,
-            "signal": signal_number,
-            "type": end_type if signal_number else "Exit",
-            **cause_fields,
-        }
-        end_recorder.record_unrecorded_end(
-            child.pid, description, {**record, "secondary": is_secondary}
-        )
+        end_recorder.record_unrecorded_end(child.pid, description, end)
     # A failure recorded before the request to end is a cause of its own.
-    elif is_secondary and end_recorder.read_record()["time"] > child.signalled_at:
+    elif end.is_secondary and end_recorder.read_record().time > child.signalled_at:
         end_recorder.mark_as_secondary()
     _print_failure_if_unseen(end_recorder, child)
-    return -signal_number if signal_number else code
+    return -end.signal if end.signal and end.exit_status != EXIT_SAVED else end.exit_status
+
+
+def _is_stop_without_a_step(child: Child, signal_number: int) -> bool:
+    """Return whether a stop ended the rank before its first step or after its last."""
+    is_stop_signal = signal_number in _STOPS or (
+        child.was_ended_by_us and signal_number == signal.SIGKILL
+    )
+    # have_others_stopped() reads every rank's record, so it is the last condition.
+    return (
+        child.can_save
+        and is_stop_signal
+        and (not child.was_ended_by_us or child.run_surroundings.have_others_stopped())
+    )
+
+
+def _observe_end(
+    run: RunDir, child: Child, signal_number: int | None, exit_code: int, kills_before: int | None
+) -> tuple[str, ObservedEnd]:
+    """Return the end that a supervisor saw: its description, and the fields of its record.
+
+    The first case that fits counts, from top to bottom.
+    """
+    request = child.first_signal
+    if signal_number is None:
+        return f"left with exit status {exit_code} before the end", ObservedEnd(
+            "Exit", rank_exit_status(exit_code), is_secondary=request is not None
+        )
+    is_killed = signal_number == signal.SIGKILL
+    if is_killed and request and child.was_killed_late:
+        description = _outlived_description(child)
+        outlived = ObservedEnd(
+            "Outlived", 128 + request, request, is_secondary=True, cause=Cause.OUTLIVED
+        )
+        checkpoints = run.complete_checkpoints()
+        if request == signal.SIGINT or not checkpoints:
+            return description, outlived
+        # A restart continues from the older checkpoint.
+        step = checkpoints[-1][0]
+        description += f"; steps after {step} are lost, and a restart continues from there"
+        return description, outlived._replace(exit_status=EXIT_SAVED)
+    if is_killed and request and child.was_ended_by_us:
+        return f"was ended with its run, after {_signal_name(request)}", ObservedEnd(
+            "Signal", 128 + request, request, is_secondary=True
+        )
+    killed = ObservedEnd(
+        "Signal",
+        128 + signal_number,
+        signal_number,
+        # Nobody here sent that SIGKILL.
+        is_secondary=request is not None and not (is_killed and not child.was_ended_by_us),
+    )
+    description = f"was ended by {_signal_name(signal_number)}"
+    return _add_memory_kill(description, killed, child.pid, kills_before)
 
 
 def _record_stall(end_recorder: RankEndRecorder, child: Child, watchdog: Watchdog) -> int:
@@ -134,14 +138,8 @@ def _record_stall(end_recorder: RankEndRecorder, child: Child, watchdog: Watchdo
         cause = Cause.HOST_LOST
         description = "the run lost a host"
     if not end_recorder.is_written:
-        record = {
-            "exit_status": status,
-            "signal": None,
-            "type": end_type,
-            "cause": cause,
-            "secondary": True,
-        }
-        end_recorder.record_unrecorded_end(child.pid, f"was ended, for {description}", record)
+        end = ObservedEnd(end_type, status, is_secondary=True, cause=cause)
+        end_recorder.record_unrecorded_end(child.pid, f"was ended, for {description}", end)
     _print_failure_if_unseen(end_recorder, child)
     return status
 
@@ -158,43 +156,18 @@ def _record_stop(end_recorder: RankEndRecorder, child: Child, signal_number: int
     if child.is_listening:
         stop_detail = "for the second time, before it had saved"
     description = f"was stopped by {_signal_name(signal_number)} {stop_detail}"
-    record = {
-        "exit_status": code,
-        "signal": signal_number,
-        "type": "Stopped",
-        "cause": Cause.STOPPED,
-        "detail": description,
-        "secondary": False,
-        "traceback": "",
-    }
-    if not end_recorder.is_written:
-        end_recorder.record_unrecorded_end(child.pid, description, record)
-    _print_failure_if_unseen(end_recorder, child)
-    return code
-
-
-def _record_resumable_end(
-    end_recorder: RankEndRecorder, child: Child, description: str, signal_number: int
-) -> int:
-    """Record an end before the save was complete; return the status that requests a restart.
-
-    An older checkpoint exists, from which a restart continues.
-    """
-    (step, _), record = (
-        end_recorder.run.complete_checkpoints()[-1],
-        {"exit_status": EXIT_SAVED, "signal": signal_number},
+    end = ObservedEnd(
+        "Stopped",
+        code,
+        signal_number,
+        cause=Cause.STOPPED,
+        detail=description,
+        has_traceback=False,
     )
     if not end_recorder.is_written:
-        description = (
-            f"{description}; steps after {step} are lost, and a restart continues from there"
-        )
-        end_recorder.record_unrecorded_end(
-            child.pid,
-            description,
-            {**record, "type": "Outlived", "cause": Cause.OUTLIVED, "secondary": True},
-        )
+        end_recorder.record_unrecorded_end(child.pid, description, end)
     _print_failure_if_unseen(end_recorder, child)
-    return EXIT_SAVED
+    return code
 
 
 def _outlived_description(child: Child) -> str:
@@ -210,25 +183,25 @@ def _signal_name(signal_number: int) -> str:
     return signal.Signals(signal_number).name
 
 
-def _memory_kill(pid: int, signal_number: int, kills_before: int | None) -> tuple[str, Json]:
-    """Return whether the kernel ended the rank for memory: a phrase, and fields of its record."""
-    if signal_number != signal.SIGKILL:
-        return "", {}
+def _add_memory_kill(
+    description: str, end: ObservedEnd, pid: int, kills_before: int | None
+) -> tuple[str, ObservedEnd]:
+    """Add to the end that the kernel's out-of-memory killer ended the rank, if it did."""
+    if end.signal != signal.SIGKILL:
+        return description, end
     line = machine.out_of_memory_message_of_process(pid)
     kills_after = machine.out_of_memory_kill_count()
+    kills = int(bool(line))
     # Another process of the control group may have been killed: the counter names none.
-    kills = (
-        1
-        if line
-        else kills_after - kills_before
-        if kills_after is not None and kills_before is not None
-        else 0
-    )
+    if not line and kills_after is not None and kills_before is not None:
+        kills = kills_after - kills_before
     if kills <= 0:
-        return "", {}
+        return description, end
     killed_text = f"it ({line})" if line else f"{kills} of its control group meanwhile"
-    record = {"cause": Cause.OUT_OF_MEMORY, "detail": line or "", "memory_kills": kills}
-    return f": the kernel's out-of-memory killer ended {killed_text}", record
+    return (
+        f"{description}: the kernel's out-of-memory killer ended {killed_text}",
+        end._replace(cause=Cause.OUT_OF_MEMORY, detail=line or "", memory_kills=kills),
+    )
 
 
 def _print_failure_if_unseen(end_recorder: RankEndRecorder, child: Child) -> None:
@@ -240,14 +213,14 @@ def _print_failure_if_unseen(end_recorder: RankEndRecorder, child: Child) -> Non
     with contextlib.suppress(OSError):
         record = end_recorder.read_record()
         if Plan.read(run.plan).started_by.is_ours or (
-            record["secondary"] and _wait_for_printed_cause(run, child)
+            record.secondary and _wait_for_printed_cause(run, child)
         ):
             return
         # Rank 0's own output is on the terminal already.
-        is_shown = record["rank"] == 0 and record["type"] in SEEN_BY_SUPERVISOR
-        traceback = "" if is_shown else f"{record['traceback']}\n"
+        is_shown = record.rank == 0 and record.is_seen_by_supervisor_only
+        traceback = "" if is_shown else f"{record.traceback}\n"
         print(
-            escape_control_characters(f"{traceback}ortlaunch: {record['summary']}"),
+            escape_control_characters(f"{traceback}ortlaunch: {record.summary}"),
             file=sys.stderr,
             flush=True,
         )

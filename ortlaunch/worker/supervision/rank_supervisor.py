@@ -24,8 +24,8 @@ from ortlaunch.die_with_parent import die_with_parent
 from ortlaunch.launch_plan import Plan
 from ortlaunch.rank import EXIT_SAVED, JOB_VARIABLE, Rank
 from ortlaunch.run_folder import lock
+from ortlaunch.run_folder.error_record import read_error_records
 from ortlaunch.run_folder.folder import RunDir, terminal_columns_of_command
-from ortlaunch.run_folder.folder import read_error_record as recorded
 from ortlaunch.worker.supervision.child import NOTICES, PASSED_ON, Child, launcher_is_gone
 from ortlaunch.worker.supervision.failure import RankEndRecorder
 from ortlaunch.worker.supervision.lost_host import end_launcher
@@ -107,10 +107,10 @@ def _should_replace_pod(end_recorder: RankEndRecorder, watchdog: Watchdog) -> bo
         os.environ.get(JOB_VARIABLE, "").startswith("kubernetes:")
         and "/job.batch/" in os.environ[JOB_VARIABLE]
     )
-    if not in_pod or watchdog.verdict is not None or not end_recorder.read_record()["secondary"]:
+    if not in_pod or watchdog.verdict is not None or not end_recorder.read_record().secondary:
         return False
     return bool(end_recorder.run.complete_checkpoints()) or any(
-        not recorded(path)["secondary"] for path in end_recorder.run.error_record_paths
+        not record.secondary for record in read_error_records(end_recorder.run)
     )
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from ortlaunch.cause import Cause
 from ortlaunch.run_folder import lock
-from ortlaunch.run_folder.folder import RunDir, read_error_record
+from ortlaunch.run_folder.error_record import read_error_record
+from ortlaunch.run_folder.folder import RunDir
 
 
 class RunSurroundings:
@@ -71,9 +72,7 @@ class RunSurroundings:
                 for path in self._failure_paths()
                 if path != self.run.rank_error_path(self.rank)
             ]
-            return {record["cause"] for record in others if not record["secondary"]} == {
-                Cause.STOPPED
-            }
+            return {record.cause for record in others if not record.secondary} == {Cause.STOPPED}
         return False
 
     def continue_processes(self) -> None:

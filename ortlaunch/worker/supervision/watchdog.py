@@ -22,7 +22,8 @@ from ortlaunch.cause import Cause
 from ortlaunch.launch_plan import Plan
 from ortlaunch.process import read_stat, wait_until
 from ortlaunch.rank import Rank
-from ortlaunch.run_folder.folder import RunDir, write_json_atomically, write_text_atomically
+from ortlaunch.run_folder.error_record import ErrorRecord
+from ortlaunch.run_folder.folder import RunDir, write_text_atomically
 from ortlaunch.run_folder.lines import append_json_line
 from ortlaunch.run_folder.lost import LostHost
 from ortlaunch.worker.supervision.child import Child
@@ -270,30 +271,35 @@ class Watchdog:
                 self.exchange.stacks.get(self.rank.rank, ""),
             )
             if self.verdict is not None:
-                write_json_atomically(self.run.stall, self._stall_record(self.verdict))
+                self._stall_record(self.verdict).write(self.run.stall)
 
-    def _stall_record(self, verdict: StallVerdict) -> dict[str, object]:
+    def _stall_record(self, verdict: StallVerdict) -> ErrorRecord:
         first_behind = verdict.beats_behind[0]
         stacks = self.exchange.stacks
         late_ranks = [beat.rank for beat in verdict.beats_behind]
         stacks_text = "".join(
             f"rank {rank}:\n{_first_lines(stacks[rank])}" for rank in late_ranks if rank in stacks
         )
-        rank_fields = {
-            "rank": first_behind.rank,
-            "host": first_behind.host,
-            "pid": first_behind.pid,
-            "step": first_behind.step,
-            "phase": first_behind.phase,
-        }
-        return {
-            **rank_fields, "type": "Stall", "cause": Cause.HANG, "detail": verdict.summary,
-            "message": verdict.summary, "summary": self.summary, "traceback": stacks_text,
-            "exit_status": EXIT_STATUS, "signal": None, "secondary": False, "time": time.time(),
-            "still_seconds": round(verdict.seconds, 1), "behind": late_ranks,
-            "never_heard": self.exchange.unheard_ranks() if self.exchange.is_hub else [],
-            "after": self.run.count_error_record(), "ranks": [beat._asdict() for beat in sorted(verdict.beats)],
-        }  # fmt: skip
+        return ErrorRecord(
+            "Stall",
+            Cause.HANG,
+            EXIT_STATUS,
+            first_behind.rank,
+            first_behind.host,
+            pid=first_behind.pid,
+            step=first_behind.step,
+            phase=first_behind.phase,
+            detail=verdict.summary,
+            message=verdict.summary,
+            summary=self.summary,
+            traceback=stacks_text,
+            time=time.time(),
+            still_seconds=round(verdict.seconds, 1),
+            behind=late_ranks,
+            never_heard=self.exchange.unheard_ranks() if self.exchange.is_hub else [],
+            after=self.run.count_error_record(),
+            ranks=[beat._asdict() for beat in sorted(verdict.beats)],
+        )
 
     def announce_end(self) -> None:
         """Announce the rank's end, after which nobody waits for it."""

@@ -120,9 +120,9 @@ def test_clocks_do_not_say_who_was_first(run: RunDir) -> None:
     """The order of records counts more than the hosts' clocks."""
     # The clock of rank 0's host is behind: it stopped after it could read why rank 2 failed.
     # `after` has the records that existed before.
-    ended(run, 2, time=50.0, after=[])
+    ended(run, 2, time=50.0, after=0)
     stopped = {"cause": "stopped", "exit_status": 85, "traceback": ""}
-    ended(run, 0, time=4.0, after=["rank_00002.json"], **stopped)
+    ended(run, 0, time=4.0, after=1, **stopped)
     assert classify_run_end(run, 1).status == 1
 
 

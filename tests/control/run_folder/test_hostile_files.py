@@ -18,12 +18,8 @@ from ortlaunch.launch.record import JobRecord
 from ortlaunch.launch_plan import Plan
 from ortlaunch.other_runs.status import read_status
 from ortlaunch.report.records import finite_number as number_of_report
-from ortlaunch.run_folder.folder import (
-    RunDir,
-    read_error_record,
-    read_own_json,
-    write_text_atomically,
-)
+from ortlaunch.run_folder.error_record import read_error_record
+from ortlaunch.run_folder.folder import RunDir, read_own_json, write_text_atomically
 from ortlaunch.run_folder.lines import append_json_line, read_json_lines, read_last_json_lines
 from ortlaunch.run_folder.lock import RunLock, last_command_of_run
 from ortlaunch.units import number_or_none

@@ -198,6 +198,11 @@ def test_an_operator_without_a_bfloat16_kernel_is_completed(operator: str, built
     """An operator as torch's, or in float32 between casts, has torch's bfloat16 result."""
     import onnxruntime
 
+    import_with_all_repairs()
+    from onnxruntime.training.ortmodule.torch_cpp_extensions.cpu import aten_op_executor
+
+    # The runner of torch's operators, which the first ORTModule of a process loads.
+    aten_op_executor.load_aten_op_executor_cpp_extension()
     count, expected = OPERATORS[operator]
     domain = "" if operator == "Reciprocal" else "com.microsoft"
     names = [f"x{place}" for place in range(count)]

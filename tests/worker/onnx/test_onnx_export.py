@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,9 @@ def test_images_and_recordings(
     """A model of images or speech exports with its own inputs; a decoder has the words before."""
     (tmp_path / "media_of_a_test.py").write_text(MEDIA)
     monkeypatch.syspath_prepend(tmp_path)
+    # Not left for later tests, which list the user's modules of this process.
+    monkeypatch.setitem(sys.modules, "media_of_a_test", None)  # type: ignore[arg-type]
+    monkeypatch.delitem(sys.modules, "media_of_a_test")
     source = {"format": "custom", "factory": f"media_of_a_test:{factory}"}
     recipe = makers.recipe(model={"task": task, "config": config}, data={"train": source})
     model, data = built(recipe)

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ortlaunch.run_folder.folder import RunDir, read_own_json, write_text_atomically
+from ortlaunch.cause import Cause
+from ortlaunch.run_folder.error_record import ErrorRecord, read_error_record
+from ortlaunch.run_folder.folder import RunDir, write_text_atomically
 from ortlaunch.worker.supervision import failure
 from tests.makers import host, plan, recipe
 from tests.worker.guarded import guarded, write_plan
@@ -182,14 +184,15 @@ def test_a_long_record_fits_the_reserved_space(tmp_path: Path) -> None:
     spare = tmp_path / "spare"
     spare.write_bytes(bytes(32_000))
     texts = {name: name + "é" * 70_000 for name in ("message", "detail", "folded")}
-    failure._write_into_reserved(
-        spare, {"rank": 1, **texts, "traceback": "é" * 50_000 + "the last line"}, 32_000
+    record = ErrorRecord(
+        "ValueError", Cause.RAISED, 1, rank=1, traceback="é" * 50_000 + "the last line", **texts
     )
+    failure._write_into_reserved(spare, record, 32_000)
     assert spare.stat().st_size <= 32_000
-    record = read_own_json(spare)
-    assert (record["rank"], record["message"][:8], record["detail"][:7]) == (
+    cut_record = read_error_record(spare)
+    assert (cut_record.rank, cut_record.message[:8], cut_record.detail[:7]) == (
         1,
         "messageé",
         "detailé",
     )
-    assert record["traceback"].endswith("éthe last line")
+    assert cut_record.traceback.endswith("éthe last line")
