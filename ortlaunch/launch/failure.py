@@ -163,7 +163,7 @@ def _end_after_saving(
     killed = Failure(Cause.LAUNCHER_KILLED, who=program, signal=signal.SIGKILL) if program else None
     end_text = f"{command_end_sentence(killed)}; " if killed else ""
     end_text += f"stopped by {stop_record['by']}, saved after step {stop_record['step']} of {stop_record['steps']}"
-    status = 130 if user_signal == signal.SIGINT else stop_record.exit_status
+    status = 130 if user_signal == signal.SIGINT else stop_record["exit_status"]
     return RunEnd(status, end_text, Failure(Cause.STOPPED, end_text), stopped_on_request=True)
 
 

@@ -222,7 +222,7 @@ def test_a_world_that_is_not_the_plans(tmp_path: Path) -> None:
     # Of either rank: mpirun ends the other one, perhaps before it wrote its own record.
     record = first_error_record(run)
     assert record is not None
-    assert record["message"] == (
+    assert record.message == (
         "the plan has 3 ranks, the launcher started 2; nothing was trained, because a "
         "different world size is a different training"
     )
